@@ -22,6 +22,7 @@ consumption, and is part of the checkpoint.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -218,6 +219,8 @@ class RowMath:
         lags = [batch.step - 1 - row.min_version for row in metas]
         for bucket, found in _by_lag(lags, scores).items():
             out[f"train/lag_{bucket}/score"] = sum(found) / len(found)
+        if any(row.turn_rewards is not None for row in metas):
+            out |= _episodes_seen(metas)
         out |= _constant_groups(batch, {key: shaped[key] for key in rows}) | _by_correctness(metas)
         for name in sorted({name for row in metas for name in row.rewards}):
             values = [row.rewards[name] for row in metas if name in row.rewards]
@@ -307,6 +310,18 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
     mean = sum(values) / len(values)
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
+
+
+def _episodes_seen(metas: list[RowMeta]) -> dict[str, float]:
+    """Measure turns, the share of sampled tokens behind the prompts, and why episodes ended."""
+    turns, sampled = [row.turns for row in metas], sum(row.length for row in metas)
+    ended = Counter(row.finish_reason for row in metas)
+    return {
+        "rollout/turns": sum(turns) / len(metas),
+        "rollout/turns_max": float(max(turns)),
+        "rollout/sampled_share": sampled / (sampled + sum(row.context for row in metas)),
+        **{f"rollout/ended/{reason}": count / len(metas) for reason, count in ended.items()},
+    }
 
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:

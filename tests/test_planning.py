@@ -504,3 +504,34 @@ def test_the_token_kl_of_an_episode_is_that_of_its_rows() -> None:
             for part in places:
                 wanted = values[group.group_id, number].value
                 assert found[group.group_id, part].value == pytest.approx(wanted)
+
+
+def test_what_is_seen_of_episodes() -> None:
+    """Nothing of a batch of plain responses."""
+    batch = batch_of(1)
+    _, metrics = RowMath(config(), WEIGHTS).values(batch, {})
+    names = ("rollout/turns", "rollout/sampled_share", "rollout/ended")
+    assert not [name for name in metrics if name.startswith(names)]
+    groups = [
+        replace(
+            group,
+            rows=tuple(
+                replace(
+                    row,
+                    context=3 * place,
+                    turns=1 + place,
+                    turn_rewards=(0.0,) * (1 + place),
+                    finish_reason="env_done" if place else "max_turns",
+                )
+                for place, row in enumerate(group.rows)
+            ),
+        )
+        for group in batch.groups
+    ]
+    _, metrics = RowMath(config(), WEIGHTS).values(Batch(1, tuple(groups)), {})
+    rows = [row for group in groups for row in group.rows]
+    sampled = sum(row.length for row in rows)
+    assert metrics["rollout/turns"] == 2.0 and metrics["rollout/turns_max"] == 3.0
+    assert metrics["rollout/sampled_share"] == sampled / (sampled + 9 * GROUPS)
+    assert metrics["rollout/ended/env_done"] == pytest.approx(2 / 3)
+    assert metrics["rollout/ended/max_turns"] == metrics["rollout/truncated"]

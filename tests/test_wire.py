@@ -35,7 +35,7 @@ from async_grpo.wire.codec import (
 )
 from tests.support.frames import HEAD, frame_of, make_group, with_columns
 
-FUZZ_FRAMES = 40_000
+FUZZ_FRAMES = 100_000
 FACTS = ("rewards", "verdict", "finish_reason", "role")
 
 
@@ -901,7 +901,7 @@ def mutated(frame: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("count", [FUZZ_FRAMES, pytest.param(400_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [FUZZ_FRAMES, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_mutated_frames_are_refused_or_whole(count: int) -> None:
     """No mutation raises anything but WireError, and what is accepted keeps every rule of a
     group.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
+from async_grpo.environments.base import HasEnvironment
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import stop_tokens
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -53,6 +54,7 @@ def look(
     config: Config, task: Task, *, model_dir: str | None = None, of_evaluation: bool = False
 ) -> list[str] | None:
     """Check model and prompts as `check_fit`; None while the model is still to be made."""
+    _check_episodes(config, task)
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task, of_evaluation=of_evaluation))
@@ -128,6 +130,16 @@ class _Letters:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self(text)["input_ids"]
+
+
+def _check_episodes(config: Config, task: Task) -> None:
+    """Refuse what plain responses have and episodes do not."""
+    if isinstance(task, HasEnvironment) and config.checkpoint.partial_rollouts:
+        raise SetupError(
+            f"`checkpoint.partial_rollouts` is true, but the responses of task {config.task.name} "
+            "are episodes: an environment cannot be put back to where it was; set it to false, "
+            "and groups under way are generated again after a resume"
+        )
 
 
 def _check_warm_start(config: Config, task: Task) -> None:

@@ -369,7 +369,24 @@ def _one_group(
     for prompt in group.prompts:
         yield from ("", f"prompt, {len(prompt)} tokens", _indented(prompt, decode), "")
     for index, row in enumerate(group.rows, 1):
-        yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
+        yield f"response {index}: {_row_line(row)}"
+        yield from _turns(row, decode)
+
+
+def _turns(row: Row, decode: DecodeTokens | None) -> Iterator[str]:
+    """Show what was said; of an episode turn by turn, with what its environment said before."""
+    if len(row.segments) == 1 and row.turn_rewards is None:
+        yield _indented(row.response_ids, decode)
+        return
+    at = 0
+    for number, (context, sampled) in enumerate(row.segments):
+        if context:
+            yield f"  environment, {context} tokens"
+            yield _indented(row.response_ids[at : at + context], decode)
+        worth = "" if row.turn_rewards is None else f", reward {row.turn_rewards[number]:g}"
+        yield f"  turn {number + 1}, {sampled} tokens{worth}"
+        yield _indented(row.response_ids[at + context : at + context + sampled], decode)
+        at += context + sampled
 
 
 def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
@@ -383,6 +400,7 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
             "response_ids": row.response_ids.tolist(),
         }
         | ({"text": decode(row.response_ids)} if decode else {})
+        | ({} if row.turn_rewards is None else _episode(row))
         for row in group.rows
     ]
     return ({"prompt": decode(group.prompts[0])} if decode else {}) | {
@@ -391,6 +409,11 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
         "rollouts": rollouts,
         "times": group.times,
     }
+
+
+def _episode(row: Row) -> Facts:
+    """Return what only episodes have: tokens of context and sampled ones, and reward, by turn."""
+    return {"segments": [list(pair) for pair in row.segments], "turn_rewards": row.turn_rewards}
 
 
 def _row_line(row: Row) -> str:

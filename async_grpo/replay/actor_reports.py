@@ -100,6 +100,12 @@ class ActorReports:
         kinds = sorted(name for name in total if name.startswith("verifier_errors_"))
         counters = {name: name for name in ("continued_tokens", "verifier_errors", *kinds)}
         counters["attempts_failed"] = "failed"
+        for name in sorted(total):
+            _, is_failure, reason = name.partition("environment_")
+            if is_failure:
+                counters[f"environment_failures/{reason}"] = name
+        if "turns" in total:
+            counters["forks"] = "forks"
         counted = {f"rollout/{name}": float(total[known]) for name, known in counters.items()}
         return self.engine_times()[0] | counted
 

@@ -308,3 +308,15 @@ async def test_the_driver_still_counts_a_dead_actor_when_the_queue_was_started_a
     assert (await queue.metrics())["rollout/attempts_failed"] == 3.0
     again = await queue.metrics()
     assert (again["replay/restarts"], again["rollout/attempts_failed"]) == (1.0, 3.0)
+
+
+def test_what_episodes_count_is_told_where_there_are_any() -> None:
+    reports = ActorReports()
+    counters = (("turns", 9.0), ("forks", 2.0), ("environment_crash", 1.0))
+    reports.tell("a", ActorReport(TokenTotals(), counters=counters))
+    reports.tell("b", ActorReport(TokenTotals(), counters=(("environment_crash", 2.0),)))
+    told = reports.metrics()
+    assert told["rollout/forks"] == 2.0 and told["rollout/environment_failures/crash"] == 3.0
+    plain = ActorReports()
+    plain.tell("a", ActorReport(TokenTotals(), counters=(("groups", 7.0),)))
+    assert not [name for name in plain.metrics() if "environment_f" in name or "forks" in name]

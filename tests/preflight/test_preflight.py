@@ -544,3 +544,16 @@ def test_layers_that_no_pattern_names_are_told_without_blaming_the_model(model: 
     )
     with pytest.raises(SetupError, match=r"^model\.freeze"):
         list(check_fit(wanted, str(model), load_task(wanted.task, wanted.seed)))
+
+
+def test_episodes_cannot_be_continued(good: Path) -> None:
+    settings = {
+        "run": {"total_steps": 2},
+        "model": {"path": str(good)},
+        "rollout": {"seeded": "off"},
+        "task": {"name": "chain"},
+        "checkpoint": {"partial_rollouts": True},
+    }
+    config = Config.model_validate(settings)
+    with pytest.raises(SetupError, match=r"partial_rollouts. is true, but the responses of task"):
+        preflight.look(config, load_task(config.task, 0))

@@ -586,6 +586,28 @@ def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path)
     assert "its responses are not in the journal" in look("--group", "1")
 
 
+def test_an_episode_is_shown_turn_by_turn(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(rollout_batch_size=1), journal_in(journal_of(tmp_path)))
+        (ticket,) = await queue.acquire("a", 0, [], 1)
+        group = make_group(ticket, versions=(0, 0))
+        for row in group.rows:
+            row.segments, row.response_ids = [(0, 1), (2, 3)], np.arange(6)
+            row.turn_rewards = [0.25, 1.0]
+        await queue.put("a", [encode_group(group)])
+
+    asyncio.run(live())
+    text = look("--group", "0", directory=tmp_path)
+    assert (
+        "  turn 1, 1 tokens, reward 0.25\n    0\n  environment, 2 tokens\n    1 2\n"
+        "  turn 2, 3 tokens, reward 1\n    3 4 5\n" in text
+    )
+    whole = json.loads(look("--group", "0", "--json", directory=tmp_path))
+    assert [(row["segments"], row["turn_rewards"]) for row in whole["rollouts"]] == [
+        ([[0, 1], [2, 3]], [0.25, 1.0])
+    ] * 2
+
+
 def test_without_a_tokenizer_a_group_is_shown_as_token_ids(
     look, run_dir: Path, tmp_path: Path, capsys
 ) -> None:
