@@ -96,6 +96,13 @@ class Row:
         sizes = np.array(self.segments).ravel()
         return np.flatnonzero(np.repeat(np.arange(len(sizes)) % 2, sizes))
 
+    @property
+    def turns(self) -> np.ndarray | None:
+        """Number of the turn [S] of each sampled token; None where the row is a plain response."""
+        if self.turn_rewards is None:
+            return None
+        return np.repeat(np.arange(len(self.segments)), [sampled for _, sampled in self.segments])
+
 
 @dataclass(slots=True)
 class Group:

@@ -146,6 +146,7 @@ def token_advantages(
     response_mask: Tensor,
     *,
     gamma: float = 1.0,
+    times: Tensor | None = None,
     reward_baselines: Tensor | None = None,
     whiten_advantages: bool = False,
     advantage_clip: float | None = None,
@@ -155,11 +156,11 @@ def token_advantages(
     """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token
     [B, T] and the mask of valid tokens [B, T]; masked entries are 0 whatever they held.
 
-    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t, always
-    whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B], the reward of the greedy
-    response to the row's prompt. `counted`, `reduce`: see `whiten`. Raises ValueError for an
-    estimator without returns, a missing or useless baseline, a shape mismatch, a reward that is not
-    finite, or a gamma or clip out of range.
+    `returns` are G_t of `discounted_returns`, with its `times`. `reinforce_plus_plus` (arXiv
+    2501.03262): G_t, always whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B],
+    the reward of the greedy response to the row's prompt. `counted`, `reduce`: see `whiten`. Raises
+    ValueError for an estimator without returns, a missing or useless baseline, a shape mismatch, a
+    reward that is not finite, or a gamma or clip out of range.
     """
     traits = ESTIMATORS.require(estimator)
     if not traits.returns:
@@ -176,7 +177,7 @@ def token_advantages(
         raise ValueError(f"estimator {estimator!r} {need}")
     valid = _valid(token_level_rewards, response_mask)
     _check_finite("a token reward", torch.where(valid, token_level_rewards, 0))
-    returns = discounted_returns(token_level_rewards.double(), valid, gamma)
+    returns = discounted_returns(token_level_rewards.double(), valid, gamma, times)
     advantages = returns
     if reward_baselines is not None:
         if reward_baselines.shape != returns.shape[:1]:
@@ -289,20 +290,25 @@ def place_rewards(
 
 
 @torch.no_grad()
-def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = sum over s >= t of gamma^(s - t) * reward_s: [B, T] -> [B, T], 0 on masked tokens
-    (arXiv 2501.03262). Loops over T.
+def discounted_returns(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, times: Tensor | None = None
+) -> Tensor:
+    """G_t = sum over s >= t of gamma^(time_s - time_t) * reward_s: [B, T] -> [B, T], 0 on masked
+    tokens (arXiv 2501.03262). Loops over T.
 
-    s and t count positions, as in the formula: a hole in the mask (tool output) holds no reward but
-    costs a factor gamma per position; some implementations do not discount across holes. Raises
-    ValueError for a shape mismatch or a gamma outside [0, 1].
+    times [B, T]: when a token comes, never falling; by default its position, as in the formula: a
+    hole in the mask holds no reward but costs a factor gamma per position. Raises ValueError for a
+    shape mismatch or a gamma outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
     valid = _valid(token_level_rewards, response_mask)
     returns = torch.where(valid, token_level_rewards, 0).double()
+    factors = torch.full_like(returns[:, 1:], gamma)
+    if times is not None:
+        factors = factors ** times.diff(dim=1)
     for t in reversed(range(returns.shape[1] - 1)):
-        returns[:, t] += gamma * returns[:, t + 1]
+        returns[:, t] += factors[:, t] * returns[:, t + 1]
     return torch.where(valid, returns, 0).to(_float_type(token_level_rewards))
 
 

@@ -123,7 +123,11 @@ class Algorithm(Section):
     adv_std_level: Literal["group", "batch"] = "group"
     """Whose standard deviation `grpo` divides by: the group's, or that of the learner step."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per token, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
+    """Discount per step, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
+    gamma_per: Literal["token", "turn"] | None = None
+    """What `gamma` discounts by: sampled tokens, or turns; null: turns of episodes, and tokens of
+    plain responses.
+    """
     asymre_shift: float = ASYMRE_SHIFT
     """Added to the group mean in `asymre`'s baseline; below 0 keeps off-policy learning stable."""
     whiten_advantages: bool = False

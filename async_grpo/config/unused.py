@@ -48,7 +48,7 @@ def _on(owner: str, *keys: str) -> _Owned:
     return _Owned(keys, owner, "true", lambda config: bool(value_of(config, owner)))
 
 
-def _unlike(owner: str, idle: str, wanted: str, *keys: str) -> _Owned:
+def _unlike(owner: str, idle: object, wanted: str, *keys: str) -> _Owned:
     """Say that `keys` have an effect where `owner` is not `idle`."""
     return _Owned(keys, owner, wanted, lambda config: value_of(config, owner) != idle)
 
@@ -90,6 +90,7 @@ OWNED = (
         "null (or clip_ratio_high)",
         lambda config: None in (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high),
     ),
+    _unlike("algorithm.gamma", 1.0, "0.99 (or another below 1)", "algorithm.gamma_per"),
     _on("replay.filter_groups.enable", "replay.filter_groups"),
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
     _on("replay.journal.enable", "replay.journal.fsync"),

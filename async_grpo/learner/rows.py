@@ -40,6 +40,8 @@ class LearnerRow:
     sampled: np.ndarray
     behavior: np.ndarray
     lag: np.ndarray
+    turns: np.ndarray | None = None
+    """Number of the turn [L] of each; None for a plain response."""
     max_lag: int | None = None
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
@@ -127,7 +129,13 @@ def decode_rows(
                 "admission or labelling, please report it"
             )
         rows[key] = LearnerRow(
-            prompt, row.response_ids, row.sampled, row.behavior_logprobs, lag, max_lag=max_staleness
+            prompt,
+            row.response_ids,
+            row.sampled,
+            row.behavior_logprobs,
+            lag,
+            turns=row.turns,
+            max_lag=max_staleness,
         )
     return rows
 

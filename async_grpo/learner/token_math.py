@@ -100,6 +100,7 @@ class TokenMath:
             rewards,
             mask,
             gamma=algorithm.gamma,
+            times=padded([_times(row, algorithm.gamma_per) for row in rows.values()]),
             reward_baselines=baselines,
             whiten_advantages=algorithm.whiten_advantages,
             advantage_clip=algorithm.advantage_clip,
@@ -252,6 +253,13 @@ def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) ->
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))
     metrics.add("weights/kv_cache_error", error, fresh & (oldest > 0))
+
+
+def _times(row: LearnerRow, per: str | None) -> np.ndarray:
+    """When each sampled token comes, in what `gamma` counts."""
+    if row.turns is not None and per != "token":
+        return row.turns
+    return np.zeros(len(row.lag)) if per == "turn" else np.arange(len(row.lag))
 
 
 def _double(values: Sequence[float] | np.ndarray) -> Tensor:

@@ -528,6 +528,26 @@ def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
         close(got, whole[part], rtol=1e-8, atol=1e-8)
 
 
+@given(seed=st.integers(0, 99), gamma=st.sampled_from([1.0, 0.9, 0.0]))
+def test_returns_discount_by_the_time_that_is_given(seed: int, gamma: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    rewards, mask = torch.randn(3, 6, generator=draw, dtype=F64), torch.ones(3, 6)
+    turns = torch.randint(0, 2, (3, 6), generator=draw).cumsum(1)
+    got = discounted_returns(rewards, mask, gamma, turns)
+    for row in range(3):
+        for t in range(6):
+            wanted = sum(
+                gamma ** int(turns[row, s] - turns[row, t]) * float(rewards[row, s])
+                for s in range(t, 6)
+            )
+            assert float(got[row, t]) == pytest.approx(wanted)
+    positions = torch.arange(6).expand(3, 6)
+    close(
+        discounted_returns(rewards, mask, gamma, positions),
+        discounted_returns(rewards, mask, gamma),
+    )
+
+
 def test_results_carry_no_gradient_and_change_no_input() -> None:
     rewards = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = rewards.detach().clone()

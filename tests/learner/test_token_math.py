@@ -22,8 +22,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import StalenessError
 from async_grpo.learner.rows import LearnerRow, TokenBatch, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
-from async_grpo.wire.codec import GroupTicket, pack_frames
-from tests.support.frames import frame_of
+from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames
+from tests.support.frames import frame_of, make_group
 
 CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
 CPU = torch.device("cpu")
@@ -343,6 +343,47 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
             assert row.advantages[t] == pytest.approx(
                 max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5
             ), (key, t)
+
+
+@pytest.mark.parametrize(
+    ("per", "episode", "times"),
+    [
+        (None, False, [0, 1, 2, 3]),
+        (None, True, [0, 0, 1, 1]),
+        ("token", True, [0, 1, 2, 3]),
+        ("turn", False, [0, 0, 0, 0]),
+        ("turn", True, [0, 0, 1, 1]),
+    ],
+)
+def test_what_gamma_discounts_by(per: str | None, episode: bool, times: list[int]) -> None:
+    config = config_of(adv_estimator="remax", gamma=0.5, gamma_per=per)
+    row = LearnerRow(
+        np.zeros(2, np.int32),
+        np.zeros(4, np.int32),
+        np.arange(4),
+        np.full(4, -1.0, np.float32),
+        np.zeros(4, np.int64),
+        turns=np.array([0, 0, 1, 1]) if episode else None,
+    )
+    math = TokenMath(config, Alone())
+    math.assign({(0, 0): row}, owned=[(0, 0)], values={(0, 0): RowValue(8.0)}, kl_coef=0.0)
+    assert row.advantages.tolist() == [8.0 * 0.5 ** (times[-1] - time) for time in times]
+
+
+def test_turns_come_with_the_rows_of_episodes() -> None:
+    group = make_group(GroupTicket(7, 1, 0), versions=(0, 1))
+    one, two = group.rows
+    one.turn_rewards, two.turn_rewards = [0.0, 1.0], [0.5]
+    one.segments, one.response_ids = [(1, 1), (2, 3)], np.arange(7)
+    planned = (PlanRow(7, 0, 3, 7, 0.5, 4), PlanRow(7, 1, 3, 4, 0.5, 4))
+    plan = RankPlan(step=2, group_ids=(7,), updates=((planned,),), epoch_updates=1)
+    rows = decode_rows(plan, pack_frames([encode_group(group)]), max_staleness=3)
+    assert rows[7, 0].turns.tolist() == [0, 1, 1, 1] and rows[7, 1].turns.tolist() == [0] * 4
+    assert rows[7, 0].sampled.tolist() == [1, 4, 5, 6]
+    for row in group.rows:
+        row.turn_rewards = None
+    rows = decode_rows(plan, pack_frames([encode_group(group)]), max_staleness=3)
+    assert rows[7, 0].turns is None
 
 
 def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None:

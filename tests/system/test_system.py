@@ -173,7 +173,11 @@ def scraped(name: str) -> dict[str, float]:
 
 
 def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int, int]]:
-    """Stop the actor's process; what it has in flight then, or [] and it goes on."""
+    """Stop the actor's process while it holds groups; what it has in flight then, or [] and it goes
+    on. One that holds none is left alone: stopped again and again, it would never get any.
+    """
+    if not ask(trainer, trainer.system.queue.held()).get(actor_id):
+        return []
     os.kill(pid, signal.SIGSTOP)
     if held := ask(trainer, trainer.system.queue.held()).get(actor_id):
         return held

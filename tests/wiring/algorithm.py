@@ -164,6 +164,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("norm_adv_by_std_in_grpo", False),
     ("adv_std_level", "batch"),
     ("gamma", 0.9, RETURNS),
+    ("gamma_per", "turn", {**RETURNS, "gamma": 0.9}),
     ("asymre_shift", -0.3, {"adv_estimator": "asymre", "policy_loss": "asymre"}),
     ("whiten_advantages", True),
     ("advantage_clip", 0.5),
