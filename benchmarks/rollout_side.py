@@ -246,7 +246,7 @@ class Sides:
                 max_tokens=self._load.longest,
                 temperature=1.0,
                 seed=_hash63(self._config.seed, group_id) if self._load.seeded else None,
-                stop_token_ids=self._actor.parts.engine._stop_token_ids,
+                stop_token_ids=self._actor.parts.engine.stop_token_ids,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,

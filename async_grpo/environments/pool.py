@@ -176,8 +176,6 @@ class EnvironmentPool:
         finally:
             host.calls.pop(number, None)
             self.seconds[name] += time.monotonic() - began
-        if status in ("timeout", "memory"):
-            host.leaving = True
         if status != "ok":
             reason = status if status in self.REASONS else "crash"
             raise EnvironmentFailed(reason, str(detail)[:1000])
@@ -206,6 +204,8 @@ class EnvironmentPool:
                 await self._end(host, error.reason, str(error))
                 return
             host.heard = time.monotonic()
+            if reply[0] in ("timeout", "memory"):  # also where nobody waits for it any more
+                host.leaving = True
             future = host.calls.get(number) if isinstance(number, int) else None
             if future is not None and not future.done():
                 future.set_result(reply)

@@ -59,6 +59,7 @@ class EngineEvaluator:
         self._cpu = cpu
         self._encode, self._text = encode, text
         self._player = player
+        self._playing: EpisodePlayer | None = None
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
         self._verifiers: VerifierPool | None = None if self._own else verifiers
@@ -132,7 +133,10 @@ class EngineEvaluator:
         self, problem: Problem, wanted: Sequence[Sampling], index: int, label: str
     ) -> tuple[_Answer, list[Score | VerifierError]]:
         """Play a problem's episodes; an environment that fails is an error like a verifier's."""
-        player = await self._player(self._config.evaluated_task, self._task)
+        async with self._starting:
+            if self._playing is None:
+                self._playing = await self._player(self._config.evaluated_task, self._task)
+        player = self._playing
 
         async def one(sampling: Sampling) -> Episode | EnvironmentFailed | PromptTooLong:
             try:

@@ -101,6 +101,22 @@ def test_an_episode_that_hangs_harms_itself_alone(later: bool) -> None:
     run(main)
 
 
+def test_a_call_that_nobody_waits_for_any_more_hangs_no_less() -> None:
+    async def main() -> None:
+        async with pool_of() as pool:
+            one, two = [(await pool.open(None, 0))[0] for _ in range(2)]
+            pid = int((await two.step(told("where"))).content)
+            call = asyncio.create_task(one.step(told("spin")))
+            await asyncio.sleep(0.1)
+            call.cancel()
+            await one.close()
+            assert (await two.step(told("say here"))).content.startswith("here")
+            await two.close()
+            await asyncio.to_thread(wait_until_gone, [pid])
+
+    run(main)
+
+
 def test_an_endless_loop_is_a_hang_too() -> None:
     async def main() -> None:
         async with pool_of() as pool:

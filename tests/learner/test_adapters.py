@@ -20,6 +20,7 @@ from async_grpo.config.schema import Config, Model
 from async_grpo.learner import adapters, zero
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
+from async_grpo.learner.packing import response_row
 from tests.support.learners import (
     SHARD_ALL,
     Case,
@@ -192,7 +193,7 @@ def check_reference(learner: Learner, base: list[np.ndarray]) -> None:
     policy = learner.logprobs(PROBE)
     assert max(abs(a - b).max() for a, b in zip(policy, base, strict=True)) > 1e-3
     answers = learner._reference_logprobs(
-        [(np.array(prompt), np.array(response)) for prompt, response in PROBE]
+        [response_row(np.array(prompt), np.array(response)) for prompt, response in PROBE]
     )
     assert all(np.array_equal(a, b) for a, b in zip(answers, base, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(PROBE), policy, strict=True))

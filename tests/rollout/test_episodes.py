@@ -20,6 +20,7 @@ from async_grpo.rollout.actor import Parts as LoadedParts
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
+from async_grpo.rollout.evaluator import EngineEvaluator
 from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import decode_group
 from tests.support.environments import TaskOfTold
@@ -50,8 +51,12 @@ class Saying:
     stop_token_ids = (STOP,)
     max_num_seqs, serving_version = 64, 0
 
-    def __init__(self, *turns: str | Exception, slow_s: float = 0.0) -> None:
+    def __init__(
+        self, *turns: str | Exception, slow_s: float = 0.0, version: int | None = None
+    ) -> None:
+        """version: of all turns."""
         self.turns, self.slow_s = list(turns), slow_s
+        self.version = version
         self.asked: list[tuple[str, Sampling]] = []
         self.running = self.unfinished = 0
 
@@ -65,7 +70,7 @@ class Saying:
         await asyncio.sleep(self.slow_s)
         ids = [*said.encode(), STOP][: sampling.max_tokens]
         ended = "stop" if len(ids) == len(said) + 1 else "length"
-        version = len(self.asked) - 1
+        version = len(self.asked) - 1 if self.version is None else self.version
         return [
             Completion(
                 np.array(ids, np.int32),
@@ -343,3 +348,65 @@ def test_a_group_whose_environment_fails_is_failed_with_its_reason_and_tokens() 
     )
     assert all(tokens >= 9 for tokens in queue.wasted.values())
     assert actor._groups == {}
+
+
+# ---- held-out problems ----
+
+
+def evaluate(engine: Saying, *, n: int) -> tuple[list[Any], list[dict[str, Any]], int]:
+    """Two held-out problems, and how often a player was asked for."""
+    config, made = config_of(), 0
+    config = config.model_copy(
+        update={"evaluation": config.evaluation.model_copy(update={"n": n, "temperature": 0.7})}
+    )
+
+    async def main() -> tuple[list[Any], list[dict[str, Any]]]:
+        async with asyncio.timeout(60), player_of(engine, config) as (player, *_):
+
+            async def one(settings: Any, task: Any) -> EpisodePlayer:
+                nonlocal made
+                made += 1
+                return player
+
+            evaluator = EngineEvaluator(
+                config,
+                engine=engine,
+                task=TaskOfTold(config.task, 0),
+                verifiers=None,
+                encode=None,
+                text=None,
+                player=one,
+                cpu=None,
+            )
+            return await evaluator.answer(indices=[0, 1], total=2, label="v0.3", samples=2)
+
+    return *asyncio.run(main()), made
+
+
+def test_held_out_problems_are_episodes_too() -> None:
+    engine = Saying("end 2", "raise no", version=3)
+    outcomes, rows, made = evaluate(engine, n=0)
+    assert made == 1, "all problems share the environments"
+    assert sorted((one.greedy, one.errors, one.greedy_tokens) for one in outcomes) == [
+        (False, 1, 0),
+        (True, 0, 6),
+    ]
+    failed, right = sorted(rows, key=lambda row: "rewards" in row)
+    assert right["response"] == "end 2" and right["rewards"] == {"value": 2.0}
+    assert "ValueError: no" in failed["error"]
+    assert {sampling.temperature for _, sampling in engine.asked} == {0.0}
+    assert all(asked.startswith("held out ") for asked, _ in engine.asked)
+
+
+def test_samples_of_held_out_problems_are_episodes_of_their_own() -> None:
+    engine = Saying(*["end 1"] * 6, version=3)
+    outcomes, *_ = evaluate(engine, n=2)
+    assert [(one.greedy, one.right, one.judged, one.sampled_tokens) for one in outcomes] == [
+        (True, 2, 3, 12)
+    ] * 2
+    assert Counter(sampling.temperature for _, sampling in engine.asked) == {0.0: 2, 0.7: 4}
+
+
+def test_an_evaluation_of_other_weights_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"evaluation of v0\.3 got tokens that v0\.4"):
+        evaluate(Saying(*["end 1"] * 2, version=4), n=0)

@@ -128,7 +128,7 @@ class TaskOfTold:
         return Problem("do something", None)
 
     def evaluation(self, n: int) -> list[Problem]:
-        return []
+        return [Problem(f"held out {index} ", None) for index in range(min(n, 4))]
 
     def environment(self) -> Told:
         return (ToldLater if self._options.get("later") else Told)(self._options.get("log"))

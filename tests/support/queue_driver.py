@@ -122,7 +122,7 @@ def main() -> None:
     session = RaySession.open(processes=2)
     try:
         small = asyncio.run(drive(60))
-        large = asyncio.run(drive(58_000))
+        large = asyncio.run(drive(65_000))
         print(json.dumps({"small": small, "large": large, "crowd": asyncio.run(crowd())}))
         sys.stdout.flush()
     finally:
