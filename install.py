@@ -63,7 +63,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "async_grpo.stamp"
-EXTRAS = "tasks,dev"
+EXTRAS = "tasks,agents,dev"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 FREE_GB = {"cpu": 6, "gpu": 16}
 PROBE_SECONDS = 180
@@ -390,7 +390,8 @@ def install_packages(kind: str, pins: dict, sources: Sources) -> None:
         "-e",
         f".[{kind},{EXTRAS}]",
     ]
-    left_out = list(pins["installer"]["cpu_leave_out"]) if kind == "cpu" else []
+    left_out = list(pins["installer"]["leave_out"])
+    left_out += pins["installer"]["cpu_leave_out"] if kind == "cpu" else []
     if not can_compile():
         left_out += pins["installer"]["needs_compiler"]
         names = ", ".join(pins["installer"]["needs_compiler"])

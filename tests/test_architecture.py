@@ -53,6 +53,7 @@ LIBRARIES = {
     "replay.__main__": "rich tokenizers transformers",
     "tasks": "datasets math_verify reasoning_gym pydantic msgpack numpy",
     "environments": "pydantic",
+    "environments.tools": "pydantic transformers",  # schemas
     "batching": "",
     "weights": "torch vllm numpy",
     "weights.worker": "torch vllm numpy tqdm",  # a lock of its progress bars
@@ -66,6 +67,8 @@ LIBRARIES = {
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "rollout": "numpy",
     "rollout.engine": "vllm numpy transformers",
+    "rollout.tool_calls": "vllm",  # its parsers
+    "rollout.chat_format": "renderers",
     "rollout.early_process": "setproctitle",  # which vLLM brings
     "rollout.actor": "numpy transformers",  # the tokenizer
     "rollout.partial": "msgpack numpy",

@@ -363,16 +363,17 @@ def overrides(kind, monkeypatch, *, compiler):
     monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(installer, "can_compile", lambda: compiler)
     installer.install_packages(kind, PINS, installer.Sources())
-    assert f".[{kind},tasks,dev]" in commands[0]
+    assert f".[{kind},tasks,agents,dev]" in commands[0]
     return re.findall(r"^[\w-]+", (installer.VENV / "overrides.txt").read_text(), re.MULTILINE)
 
 
 def test_packages_that_cannot_work_are_left_out(checkout, monkeypatch, capsys):
     vision = PINS["installer"]["cpu_leave_out"]
-    assert overrides("gpu", monkeypatch, compiler=True) == []
-    assert overrides("cpu", monkeypatch, compiler=True) == vision
+    harmony = PINS["installer"]["leave_out"]
+    assert overrides("gpu", monkeypatch, compiler=True) == harmony
+    assert overrides("cpu", monkeypatch, compiler=True) == harmony + vision
     assert capsys.readouterr().out == ""
-    assert overrides("cpu", monkeypatch, compiler=False) == [*vision, "reasoning-gym"]
+    assert overrides("cpu", monkeypatch, compiler=False) == [*harmony, *vision, "reasoning-gym"]
     assert "reasoning-gym" in capsys.readouterr().out
 
 
@@ -475,5 +476,6 @@ def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
     assert set(installer.light_packages()) <= {
         *PINS["base"],
         *PINS["extras"]["tasks"],
+        *PINS["extras"]["agents"],
         *PINS["extras"]["dev"],
     }

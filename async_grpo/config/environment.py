@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
 
 
@@ -14,6 +16,20 @@ class EnvironmentConfig(Section):
     """Bound the environments of tasks whose responses are episodes; no other task has any."""
 
     on_resume = FREE
+    tools: Annotated[list[str], warn("which tools the policy has", trains=True)] = Field(
+        default_factory=list
+    )
+    """Functions that the policy may call, as `module.function` or `calculator`: responses become
+    episodes, also of a task without an environment, which scores the turn that calls nothing.
+    """
+    tool_parser: Annotated[str, warn("how tool calls are read")] = "auto"
+    """Reads tool calls: the name of a parser of vLLM, or `auto`: the renderer, else what the
+    tokenizer brings (`response_template`), else the parser that the chat template is known to need.
+    """
+    renderer: Annotated[str, warn("how messages become tokens")] = "auto"
+    """Renders messages: `template` (the model's own chat template), a renderer of the package
+    `renderers` by name, or `auto`: the renderer that knows `model.path`, else the template.
+    """
     workers: Positive = 2
     """Processes per rollout actor in which environments live, many in each."""
     reset_timeout_s: Seconds = 60.0

@@ -8,7 +8,7 @@ msgpack; an environment never sees whether, or with which weights, its episode i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -20,14 +20,17 @@ Content = str | list[dict[str, Any]] | list[int]
 @dataclass(frozen=True)
 class Action:
     """What the policy said in one turn: text with its special tokens but without the one that ended
-    it, token ids, calls of tools by name and arguments, and "stop", or "length" where a limit cut
-    it off.
+    it, token ids, and "stop", or "length" where a limit cut it off. Of a task with tools also the
+    calls (`name`, `arguments` and perhaps `id`), why there is one that cannot be read, and the
+    content: what was said beside calls, without special tokens.
     """
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "stop"
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: str = ""
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,17 @@ class HasEnvironment(Protocol):
 
     def environment(self) -> Environment:
         """Return a new environment, in a child process."""
+
+
+@runtime_checkable
+class HasTools(Protocol):
+    """A task whose policy may call tools, which its prompts describe."""
+
+    @property
+    def tools(self) -> Sequence[Callable[..., Any] | dict[str, Any]]:
+        """Functions, which are called in the child, or JSON schemas of tools that the environment
+        itself answers.
+        """
 
 
 def check_observation(value: object, components: Mapping[str, float]) -> Observation:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from async_grpo.environments.base import Action, check_observation, to_wire
+from async_grpo.environments.tools import with_tools
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.verifier_child import prepare, receive, send, take_protocol
@@ -166,7 +167,7 @@ def main() -> None:
     if setup is None:
         return
     try:
-        task = prepare(setup)
+        task = with_tools(prepare(setup), setup["tools"])
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it with this text
         send(replies, ["failed", f"{type(error).__name__}: {error}"])
         return

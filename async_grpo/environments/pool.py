@@ -95,6 +95,7 @@ class EnvironmentPool:
                 "seed": seed,
                 "cpu": sorted(cpu) if cpu else None,
                 "memory_mb": settings.memory_mb,
+                "tools": settings.tools,
                 "timeouts": self._timeouts,
             }
         )

@@ -17,7 +17,9 @@ from typing import Any
 
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
+from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine import stop_tokens
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
 from async_grpo.tasks.base import Problem, Task
@@ -109,15 +111,17 @@ def check_fit(
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
     sample = _held_out_sample(config, task) if of_evaluation else _sample(config, task)
-    yield from _check_prompts(config, model, sample, tokenizer, rows)
+    chat = _chat(config, tokenizer, task)
+    yield from _check_prompts(config, model, sample, tokenizer, rows, chat)
     yield from _check_answers(config, list(sample.values()), tokenizer)
     if config.model.freeze or config.model.lora is not None:
         _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
-            problem = create_task(evaluated.task, config.seed).evaluation(1)[0]
-            _encoded(evaluated, model, tokenizer, problem)
+            other = create_task(evaluated.task, config.seed)
+            problem, chat = other.evaluation(1)[0], _chat(config, tokenizer, other)
+            _encoded(evaluated, model, tokenizer, problem, chat)
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
 
@@ -133,12 +137,20 @@ class _Letters:
 
 
 def _check_episodes(config: Config, task: Task) -> None:
-    """Refuse what plain responses have and episodes do not."""
-    if isinstance(task, HasEnvironment) and config.checkpoint.partial_rollouts:
+    """Refuse what plain responses have and episodes do not, and tools that cannot be described."""
+    played = with_tools(task, config.environment.tools)
+    if isinstance(played, HasEnvironment) and config.checkpoint.partial_rollouts:
         raise SetupError(
             f"`checkpoint.partial_rollouts` is true, but the responses of task {config.task.name} "
             "are episodes: an environment cannot be put back to where it was; set it to false, "
             "and groups under way are generated again after a resume"
+        )
+    tools = played.tools if isinstance(played, TaskWithTools) else []
+    if tools and len(task) and isinstance(task.train(0).prompt, str):
+        raise SetupError(
+            f"there are tools ({', '.join(tool['function']['name'] for tool in tools)}), but task "
+            f"{config.task.name} poses text, in which nothing would describe them: let it pose "
+            "chat messages (for built-in tasks task.options.style=chat)"
         )
 
 
@@ -151,7 +163,7 @@ def _check_warm_start(config: Config, task: Task) -> None:
             raise SetupError(f"task {config.task.name}, {place}: {why}")
     _check_positions(config, model, {"max_position_embeddings": WARM_START_POSITIONS})
     # their notes come again when the model is there
-    list(_check_prompts(config, model, sample, letters, None))
+    list(_check_prompts(config, model, sample, letters, None, None))
     list(_check_answers(config, list(sample.values()), letters))
     if config.model.freeze or config.model.lora is not None:
         _check_trained(config, None)
@@ -307,12 +319,17 @@ def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) ->
 
 
 def _check_prompts(
-    config: Config, model: str, sample: dict[str, Problem], tokenizer: Any, rows: int | None
+    config: Config,
+    model: str,
+    sample: dict[str, Problem],
+    tokenizer: Any,
+    rows: int | None,
+    chat: ChatFormat | None,
 ) -> Iterator[str]:
     limit = config.rollout.prompt_length
     too_long: list[tuple[int, str, Problem]] = []
     for place, problem in sample.items():
-        ids = _encoded(config, model, tokenizer, problem)
+        ids = _encoded(config, model, tokenizer, problem, chat)
         if isinstance(rows, int) and max(ids, default=0) >= rows:
             raise SetupError(
                 f"model and tokenizer of {model} do not fit: {place} has "
@@ -405,7 +422,17 @@ def _held_out_sample(config: Config, task: Task) -> dict[str, Problem]:
     return {f"held-out problem {n}": problems[n] for n in range(0, len(problems), step)}
 
 
-def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> list[int]:
+def _chat(config: Config, tokenizer: Any, task: Task) -> ChatFormat | None:
+    """Return how the chats of episodes are written, which may describe tools."""
+    played = with_tools(task, config.environment.tools)
+    if not isinstance(played, HasEnvironment):
+        return None
+    return chat_format_of(config, tokenizer, played, reads=False)
+
+
+def _encoded(
+    config: Config, model: str, tokenizer: Any, problem: Problem, chat: ChatFormat | None
+) -> list[int]:
     if not isinstance(problem.prompt, str) and tokenizer.chat_template is None:
         raise SetupError(
             f"task {config.task.name} asks in chat messages, but the tokenizer of {model} "
@@ -413,6 +440,8 @@ def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> li
             "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
         )
     try:
+        if chat is not None and not isinstance(problem.prompt, str):
+            return chat.prompt(problem.prompt)
         return prompt_ids(tokenizer, problem.prompt)
     # templates are programs: some refuse a system prompt, or roles that they do not know
     except Exception as error:

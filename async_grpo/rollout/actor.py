@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +32,16 @@ from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
+from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
-from async_grpo.replay.rules import Verdict
+from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong, as_rows
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
+from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task, task_weights
@@ -47,33 +49,11 @@ from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
-from async_grpo.wire.codec import Buffer, Group, GroupTicket, WireError, encode_group
+from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
 HEARTBEAT_S = 0.5
-
-
-class TicketQueue(Protocol):
-    """The queue as a rollout actor sees it."""
-
-    async def acquire(
-        self,
-        actor_id: str,
-        version: int,
-        holding: list[tuple[int, int]],
-        want: int,
-        report: ActorReport | None,
-    ) -> list[GroupTicket] | None:
-        """At most `want` tickets; None when the run is over."""
-
-    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        """Hand in finished groups."""
-
-    async def fail(
-        self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
-    ) -> None:
-        """Give tickets back, with the tokens that were sampled for each."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +146,8 @@ class RolloutActor:
         tokenizer = AutoTokenizer.from_pretrained(
             self._model_dir, trust_remote_code=config.model.trust_remote_code
         )
-        task = (create_task if only_evaluates else load_task)(config.task, config.seed)
+        made = (create_task if only_evaluates else load_task)(config.task, config.seed)
+        task = with_tools(made, config.environment.tools)
         posed = task.evaluation(1)[0] if only_evaluates else task.train(0)
         if not isinstance(posed.prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
@@ -174,8 +155,7 @@ class RolloutActor:
                 f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
                 "task's plain style (task.options.style=plain)"
             )
-        everywhere = os.sched_getaffinity(0)
-        others = everywhere - self._cores or everywhere
+        others = self._other_cores
         verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
         plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
         starting = asyncio.gather(*[] if plays else [verifiers.start()])
@@ -337,6 +317,12 @@ class RolloutActor:
         for pool in self._environments:
             await pool.close()
         self.parts.engine.close()
+
+    @property
+    def _other_cores(self) -> set[int]:
+        """Cores that the engine does not use, for what is not in this process; or all."""
+        everywhere = os.sched_getaffinity(0)
+        return everywhere - self._cores or everywhere
 
     async def _acquire(self, want: int) -> list[GroupTicket] | None:
         engine = self.parts.engine
@@ -552,13 +538,12 @@ class RolloutActor:
         parts, config = self.parts, self._config
         if task is parts.task and parts.player is not None:
             return parts.player
-        everywhere = os.sched_getaffinity(0)
         pool = EnvironmentPool(
             settings,
             config.environment,
             weights=task.weights,
             seed=config.seed,
-            cpu=everywhere - self._cores or everywhere,
+            cpu=self._other_cores,
         )
         self._environments.append(pool)
         await pool.start()
@@ -569,6 +554,7 @@ class RolloutActor:
             tokenizer=parts.tokenizer,
             weights=task.weights,
             counts=self._counts,
+            chat=chat_format_of(config, parts.tokenizer, task),
         )
 
     def _enter(self, work: _GroupWork, stage: str) -> None:

@@ -1,28 +1,20 @@
-"""What an episode's messages are as tokens: the first prompt whole, later ones as a suffix.
+"""What is said in one episode, as text or as chat messages, and the tokens of it.
 
-Runs in: rollout actors. Hides chat templates. A template renders whole conversations; an episode
-must never render again what was sampled. So new messages are rendered behind a short conversation
-that ends with the policy's turn, and only what is added counts:
-
-    render([user, turn])        = head turn tail
-    render([user, turn, *new])  = head turn tail more         -> the tokens of: tail more
-
-Invariants: a suffix is given only if the template keeps what stands before it, with the turn as the
-policy has said it and with another one, and adds the same behind both; otherwise the caller is told
-to begin a new row with `whole`.
+Runs in: rollout actors. Hides whether an episode is a chat: the first prompt is rendered whole, and
+what the environment says later as a suffix of what stands there (`chat_format`), or as plain text.
+Invariant: what was sampled is never rendered again; where a chat would have to be, the caller is
+told to begin a new row with `whole`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.environments.base import Content
+from async_grpo.rollout.chat_format import ChatFormat, Message, Said
 from async_grpo.tasks.base import Prompt
 from async_grpo.tasks.chat import prompt_ids
-
-Message = dict[str, Any]
-_STAND_IN = "stand-in"
-_ASKED: Message = {"role": "user", "content": "?"}
 
 
 class ContentError(ValueError):
@@ -32,56 +24,66 @@ class ContentError(ValueError):
 class Conversation:
     """One episode's messages or text."""
 
-    def __init__(self, tokenizer: Any, prompt: Prompt, first: Content) -> None:
-        """first: what the environment says before the first turn. Raises ContentError."""
+    def __init__(
+        self, tokenizer: Any, prompt: Prompt, first: Content, *, chat: ChatFormat | None
+    ) -> None:
+        """first: what the environment says before the first turn. chat: of prompts that are
+        messages. Raises ContentError.
+        """
         self._tokenizer = tokenizer
-        self._messages: list[Message] | None = None if isinstance(prompt, str) else list(prompt)
+        self._chat = None if isinstance(prompt, str) else chat
+        self._messages: list[Message] = []
         if isinstance(prompt, str):
             text = first if isinstance(first, str) else ""
             self.prompt_ids = prompt_ids(tokenizer, prompt + text)
             if first and not isinstance(first, str):
                 self.prompt_ids += self._plain(first)
         else:
-            self._messages += self._new(first)
-            self.prompt_ids = prompt_ids(tokenizer, self._messages)
+            self._messages += [*prompt, *self._new(first)]
+            self.prompt_ids = self.whole()
 
     def whole(self) -> list[int]:
-        """Render all messages so far, for another row."""
-        return prompt_ids(self._tokenizer, self._messages)
-
-    def follow(self, said: str, last: int, content: Content) -> list[int] | None:
-        """Return the context that follows the turn `said`, whose last token is `last`; None where
-        the template would change what stands before it. Raises ContentError.
+        """Render all messages so far, for another row. Raises ContentError where the template
+        refuses them.
         """
-        if self._messages is None:
+        assert self._chat is not None
+        try:
+            return self._chat.prompt(self._messages)
+        except Exception as error:  # templates are programs, and some refuse an order of roles
+            raise ContentError(f"the chat template refuses the messages: {error}") from error
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        """Understand the turn `ids` behind the tokens `prompt`; text: of it, without the token that
+        ended it.
+        """
+        if self._chat is None:
+            return Said(text)
+        try:
+            return self._chat.read(prompt, ids, text)
+        except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
+            return Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
+
+    def follow(
+        self, prompt: Sequence[int], ids: Sequence[int], said: Said, content: Content
+    ) -> list[int] | None:
+        """Return the context that follows the turn `ids`; None where what stands before it would
+        have to change. Raises ContentError.
+        """
+        if self._chat is None:
             return self._plain(content)
         if content and isinstance(content, list) and isinstance(content[0], int):
             return self._plain(content)
-        turn, new = {"role": "assistant", "content": said}, self._new(content)
-        self._messages += [turn, *new]
-        added = self._added(turn, new)
-        if added is None or added != self._added(turn | {"content": _STAND_IN}, new):
+        new = self._new(content)
+        self._messages += [said.message(), *new]
+        try:
+            return self._chat.suffix(prompt, ids, said, new)
+        except Exception:  # noqa: BLE001 - then nothing is proven; `whole` says why, if it fails too
             return None
-        tail = self._render([_ASKED, turn | {"content": _STAND_IN}]).rpartition(_STAND_IN)[2]
-        ids = self._ids(tail + added)
-        return ids[1:] if ids and ids[0] == last else ids
-
-    def _added(self, turn: Message, new: list[Message]) -> str | None:
-        base = self._render([_ASKED, turn])
-        whole = self._render([_ASKED, turn, *new], generate=True)
-        return whole[len(base) :] if whole.startswith(base) else None
-
-    def _render(self, messages: list[Message], *, generate: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate
-        )
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _plain(self, content: Content) -> list[int]:
         if isinstance(content, str):
-            return self._ids(content)
+            found = self._tokenizer(content, add_special_tokens=False) if content else {}
+            return list(found.get("input_ids", []))
         if not all(isinstance(token, int) for token in content):
             raise ContentError(
                 "an environment gave chat messages, but the problem's prompt is a text; let the "

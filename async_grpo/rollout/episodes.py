@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.environments.base import Action, Observation
+from async_grpo.environments.base import Action, Content, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
 from async_grpo.groups import Row
+from async_grpo.rollout.chat_format import ChatFormat, Said
 from async_grpo.rollout.conversation import ContentError, Conversation
 from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
 from async_grpo.rollout.session import Session
@@ -158,15 +159,17 @@ class EpisodePlayer:
         tokenizer: Any,
         weights: dict[str, float],
         counts: Counter[str],
+        chat: ChatFormat | None = None,
     ) -> None:
-        """weights: of the task's reward components. counts: where episodes by finish reason, turns,
+        """weights: of the task's reward components. chat: of prompts that are messages. counts:
+        where episodes by finish reason, turns,
         forks, and failures by reason are added up.
         """
         self._config, self._engine = config, engine
         self._pool = pool
         self._tokenizer, self._weights = tokenizer, weights
         self._stops = frozenset(engine.stop_token_ids)
-        self._counts = counts
+        self._counts, self._chat = counts, chat
 
     @property
     def open_episodes(self) -> int:
@@ -193,15 +196,18 @@ class EpisodePlayer:
                 group.sessions.append(episode.session)
             invalid = 0
             for turn in itertools.count(1):
+                before = episode.session.tokens
                 done = await self._turn(episode, sampling, turn, purpose, group)
-                answer = await self._answer(opened, episode, done)
+                said = self._said(episode, talk, before, done)
+                answer = await self._answer(opened, episode, said, done)
                 if answer is None:
                     break
                 invalid = invalid + 1 if answer.invalid else 0
                 episode.finish_reason = self._end(episode, answer, done, turn, invalid)
                 if episode.finish_reason:
                     break
-                self._follow(episode, talk, done, answer)
+                ids = talk.follow(before, done.token_ids.tolist(), said, answer.content)
+                self._follow(episode, talk, ids, answer)
                 room, reason = self._room(episode)
                 if room < 1:  # the answer leaves no place for another turn
                     episode.finish_reason = reason
@@ -217,7 +223,7 @@ class EpisodePlayer:
             await asyncio.shield(opened.close())
 
     def _begun(self, problem: Problem, first: Observation) -> Conversation:
-        talk = Conversation(self._tokenizer, problem.prompt, first.content)
+        talk = Conversation(self._tokenizer, problem.prompt, first.content, chat=self._chat)
         limit = self._config.rollout.prompt_length
         if len(talk.prompt_ids) > limit:
             raise PromptTooLong(
@@ -258,15 +264,28 @@ class EpisodePlayer:
         self._counts["turns"] += 1
         return done
 
+    def _said(
+        self, episode: Episode, talk: Conversation, before: list[int], done: Completion
+    ) -> Said:
+        ids = done.token_ids.tolist()
+        episode.said.append(self._text(ids))
+        return talk.read(before, ids, episode.said[-1])
+
     async def _answer(
-        self, opened: OpenEpisode, episode: Episode, done: Completion
+        self, opened: OpenEpisode, episode: Episode, said: Said, done: Completion
     ) -> Observation | None:
         """Ask the environment, and note what it says; None after an answer that took too long."""
         ids = done.token_ids.tolist()
-        text = self._text(ids)
-        episode.said.append(text)
+        action = Action(
+            episode.said[-1],
+            ids,
+            done.finish_reason,
+            said.calls,
+            said.unreadable,
+            self._text(ids, special=False) if said.content == episode.said[-1] else said.content,
+        )
         try:
-            answer = await opened.step(Action(text, ids, done.finish_reason))
+            answer = await opened.step(action)
         except EnvironmentFailed as error:
             if error.reason != "timeout" or self._config.environment.on_timeout == "fail_group":
                 raise
@@ -294,18 +313,24 @@ class EpisodePlayer:
         return self._room(episode)[1] if done.finish_reason == "length" else ""
 
     def _follow(
-        self, episode: Episode, talk: Conversation, done: Completion, answer: Observation
+        self, episode: Episode, talk: Conversation, ids: list[int] | None, answer: Observation
     ) -> None:
-        """Append what the environment said, or begin a row where the template wants another."""
-        ids = talk.follow(episode.said[-1], int(done.token_ids[-1]), answer.content)
+        """Append what the environment said, or begin a row where another one is needed."""
         if ids is None:
             self._counts["forks"] += 1
             episode.session.fork(talk.whole())
         else:
             episode.session.feed(ids)
-        episode.said.append(str(answer.content))
+        episode.said.append(_in_words(answer.content))
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _text(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Decode a turn with its special tokens, but without the one that ended it."""
         kept = ids[:-1] if ids and ids[-1] in self._stops else ids
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        return self._tokenizer.decode(kept, skip_special_tokens=not special)
+
+
+def _in_words(content: Content) -> str:
+    """Show what an environment said, for tables."""
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return "\n".join(f"[{one['role']}] {one.get('content', '')}" for one in content)
+    return str(content)

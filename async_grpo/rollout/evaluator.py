@@ -20,6 +20,7 @@ from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config, RolloutConfig, TaskConfig
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, PromptTooLong
@@ -61,7 +62,10 @@ class EngineEvaluator:
         self._player = player
         self._playing: EpisodePlayer | None = None
         self._own = config.evaluation.task is not None
-        self._task = create_task(config.evaluated_task, config.seed) if self._own else task
+        self._task = task
+        if self._own:
+            made = create_task(config.evaluated_task, config.seed)
+            self._task = with_tools(made, config.environment.tools)
         self._verifiers: VerifierPool | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
 

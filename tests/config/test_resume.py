@@ -75,6 +75,9 @@ WARNED = {
     ),
     "environment.on_timeout",
     "environment.max_invalid",
+    "environment.tools",
+    "environment.tool_parser",
+    "environment.renderer",
     "weight_sync.every_steps",
     "weight_sync.kv_cache",
     "cluster.device",
@@ -82,6 +85,7 @@ WARNED = {
     *(name for name in marks() if name.startswith("evaluation.task")),
 }
 TRAINS = FIXED | {
+    "environment.tools",
     "run.total_steps",
     "run.epochs",
     "model.reference",

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
+from async_grpo.rollout.chat_format import Said, TemplateFormat
 from async_grpo.rollout.conversation import ContentError, Conversation
 from async_grpo.rollout.engine import Completion
 from async_grpo.rollout.episodes import Episode, as_rows
@@ -168,7 +169,7 @@ def test_what_was_said_is_a_prefix_of_the_next_request_or_a_row_begins(
     tokenizer = tokenizer_of(name)
     roles = TEMPLATES[name].roles
     asked = [{"role": "user", "content": "question"}]
-    talk = Conversation(tokenizer, asked, "")
+    talk = talk_of(tokenizer, asked)
     session, messages = Session(talk.prompt_ids), list(asked)
     assert talk.prompt_ids == ids_of(tokenizer, asked)
     for text, answer in zip(said, answers, strict=False):
@@ -182,7 +183,7 @@ def test_what_was_said_is_a_prefix_of_the_next_request_or_a_row_begins(
             Completion(np.array(sampled, np.int32), np.zeros(len(sampled)), [], "stop", 0.0)
         )
         messages += [{"role": "assistant", "content": text}, *answer]
-        more = talk.follow(text, sampled[-1], answer)
+        more = talk.follow(before, sampled, Said(text), answer)
         if more is None:
             session.fork(talk.whole())
             assert session.tokens == ids_of(tokenizer, messages)
@@ -193,6 +194,10 @@ def test_what_was_said_is_a_prefix_of_the_next_request_or_a_row_begins(
         if TEMPLATES[name].keeps and ended and plain:
             # nothing was rendered again, and yet it reads as if it had been
             assert tokenizer.decode(session.tokens) == tokenizer.decode(ids_of(tokenizer, messages))
+
+
+def talk_of(tokenizer: Qwen2Tokenizer, prompt: Any, first: Any = "") -> Conversation:
+    return Conversation(tokenizer, prompt, first, chat=TemplateFormat(tokenizer))
 
 
 def ids_of(tokenizer: Qwen2Tokenizer, messages: list[dict[str, str]]) -> list[int]:
@@ -208,8 +213,8 @@ def test_a_template_that_takes_thoughts_away_is_seen() -> None:
     tokenizer = tokenizer_of("strips_thoughts")
     asked = [{"role": "user", "content": "question"}]
     for text, forks in (("plain", False), ("<think>hm</think>plain", True)):
-        talk = Conversation(tokenizer, asked, "")
-        found = talk.follow(text, tokenizer.eos_token_id, [{"role": "user", "content": "and?"}])
+        talk, end = talk_of(tokenizer, asked), tokenizer.eos_token_id
+        found = talk.follow([], [end], Said(text), [{"role": "user", "content": "and?"}])
         assert (found is None) is forks
         if forks:
             assert "hm" not in tokenizer.decode(talk.whole())
@@ -217,30 +222,29 @@ def test_a_template_that_takes_thoughts_away_is_seen() -> None:
 
 def test_a_turn_that_was_cut_off_gets_its_end_as_context() -> None:
     tokenizer = tokenizer_of("chatml")
-    talk = Conversation(tokenizer, [{"role": "user", "content": "question"}], "")
-    last = tokenizer("cut", add_special_tokens=False)["input_ids"][-1]
-    cut = talk.follow("cut", last, "and?")
-    whole = Conversation(tokenizer, [{"role": "user", "content": "question"}], "").follow(
-        "cut", tokenizer.eos_token_id, "and?"
-    )
+    asked = [{"role": "user", "content": "question"}]
+    ids = tokenizer("cut", add_special_tokens=False)["input_ids"]
+    cut = talk_of(tokenizer, asked).follow([], ids, Said("cut"), "and?")
+    ended = [*ids, tokenizer.eos_token_id]
+    whole = talk_of(tokenizer, asked).follow([], ended, Said("cut"), "and?")
     assert cut == [tokenizer.eos_token_id, *whole]
 
 
 def test_text_is_appended_as_it_is_and_messages_do_not_follow_it() -> None:
     tokenizer = tokenizer_of("chatml")
-    talk = Conversation(tokenizer, "2:7>", "first ")
+    talk, turn = talk_of(tokenizer, "2:7>", "first "), ([], [5], Said("g7"))
     assert talk.prompt_ids == tokenizer("2:7>first ")["input_ids"]
-    assert talk.follow("g7", tokenizer.eos_token_id, "4>") == tokenizer("4>")["input_ids"]
-    assert talk.follow("g7", tokenizer.eos_token_id, [3, 4]) == [3, 4]
-    assert talk.follow("g7", tokenizer.eos_token_id, "") == []
+    assert talk.follow(*turn, "4>") == tokenizer("4>")["input_ids"]
+    assert talk.follow(*turn, [3, 4]) == [3, 4]
+    assert talk.follow(*turn, "") == []
     with pytest.raises(ContentError, match="chat messages"):
-        talk.follow("g7", tokenizer.eos_token_id, [{"role": "user", "content": "x"}])
-    assert Conversation(tokenizer, "ab", [3, 4]).prompt_ids == [*tokenizer("ab")["input_ids"], 3, 4]
+        talk.follow(*turn, [{"role": "user", "content": "x"}])
+    assert talk_of(tokenizer, "ab", [3, 4]).prompt_ids == [*tokenizer("ab")["input_ids"], 3, 4]
 
 
 def test_ids_may_follow_a_turn_of_a_chat_and_not_begin_one() -> None:
     tokenizer = tokenizer_of("chatml")
     asked = [{"role": "user", "content": "question"}]
-    assert Conversation(tokenizer, asked, "").follow("a", tokenizer.eos_token_id, [3, 4]) == [3, 4]
+    assert talk_of(tokenizer, asked).follow([], [5], Said("a"), [3, 4]) == [3, 4]
     with pytest.raises(ContentError, match="token ids before"):
-        Conversation(tokenizer, asked, [3, 4])
+        talk_of(tokenizer, asked, [3, 4])

@@ -23,7 +23,21 @@ class Template:
 
 _LOOP = "{% for m in messages %}"
 _PROMPT = "{% if add_generation_prompt %}"
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<tool_call></tool_call><|im_end|>\n{% endif %}"
+    + _LOOP
+    + "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    f"{_PROMPT}<|im_start|>assistant\n{{% endif %}}"
+)
 TEMPLATES = {
+    "hermes": Template(HERMES),
+    "other_end_of_calls": Template(
+        _LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '[/CALLS]' if m.tool_calls else '<|im_end|>' }}\n{% endfor %}"
+        f"{_PROMPT}<|im_start|>assistant\n{{% endif %}}"
+    ),
     "chatml": Template(
         _LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         f"{_PROMPT}<|im_start|>assistant\n{{% endif %}}"

@@ -16,11 +16,16 @@ from async_grpo.config.schema import Config
 from async_grpo.environments import pool as pool_module
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
+from async_grpo.environments.tools import with_tools
 from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem
+from tests.support.chat_templates import HERMES
+from tests.support.renderer_families import renderer_of_family
+from tests.support.tools import Asks
 from tests.support.wiring import Wire
 
 TURN = 2
@@ -122,7 +127,7 @@ def started(config: Config) -> list[Any]:
 
     async def spawn(kind: Any, setup: bytes) -> Child:
         told = pipe.unpack(setup)
-        seen.append((told["memory_mb"], sorted(told["timeouts"].items())))
+        seen.append((told["memory_mb"], told["tools"], sorted(told["timeouts"].items())))
         return Child()
 
     async def main() -> None:
@@ -133,6 +138,19 @@ def started(config: Config) -> list[Any]:
     with mock.patch.object(pool_module.Child, "spawn", spawn):
         asyncio.run(main())
     return seen
+
+
+def written(config: Config) -> Any:
+    """How chats are written, and with which parser calls are read."""
+    _, tokenizer = renderer_of_family("qwen3")
+    tokenizer.chat_template = HERMES
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": "Qwen/Qwen3-0.6B"})}
+    )
+    task = with_tools(Asks(None, 0), ["calculator"])
+    found = chat_format_of(config, tokenizer, task)
+    reader = getattr(found, "_reader", None)
+    return type(found).__name__, type(getattr(reader, "_parser", None)).__name__
 
 
 def begun(config: Config) -> list[int]:
@@ -157,6 +175,9 @@ WIRES = [
     Wire("environment.on_timeout", "fail_group", played),
     Wire("environment.max_invalid", 1, played),
     Wire("environment.workers", 3, started),
+    Wire("environment.tools", ["calculator"], started),
+    Wire("environment.tool_parser", "hermes", written),
+    Wire("environment.renderer", "template", written),
     Wire("environment.reset_timeout_s", 7.0, started),
     Wire("environment.step_timeout_s", 8.0, started),
     Wire("environment.memory_mb", 555, started),

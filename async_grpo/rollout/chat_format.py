@@ -1,0 +1,226 @@
+"""How chat messages become tokens, and what the policy says becomes a message again.
+
+Runs in: rollout actors. Hides chat templates, the package `renderers`, and where tools stand in a
+prompt. There are two formats: `TemplateFormat` for any model with a chat template, and
+`RendererFormat` for those that `renderers` knows.
+
+    messages -> prompt ids;    a turn's ids -> Said;    new messages -> suffix ids, or None
+
+Invariant: a suffix is given only where what stands before it is sure to stay as it was sampled;
+otherwise None, and the episode goes on in a new row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from async_grpo.config.schema import Config
+from async_grpo.environments.tools import TaskWithTools
+from async_grpo.errors import SetupError
+from async_grpo.rollout.tool_calls import ToolCallReader, parser_of, tool_call_reader
+from async_grpo.tasks.base import Task
+
+Message = dict[str, Any]
+_STAND_IN = "stand-in"
+_CALLED = ("ok", "unknown_tool")
+"""States in which a call can be made, or refused by name."""
+_ASKED: Message = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True)
+class Said:
+    """One turn as a message: its content without calls, calls of tools, and why one of them cannot
+    be read.
+    """
+
+    content: str
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: str = ""
+    reasoning: str | None = None
+
+    def message(self) -> Message:
+        """Return the turn as templates know it."""
+        found: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        if self.calls:
+            found["tool_calls"] = [
+                {"type": "function"}
+                | ({"id": call["id"]} if call.get("id") else {})
+                | {"function": {"name": call["name"], "arguments": call["arguments"]}}
+                for call in self.calls
+            ]
+        return found
+
+
+class ChatFormat(Protocol):
+    """One model's way to write conversations down."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Render a whole conversation, up to where the policy speaks."""
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        """Understand a turn. ids: as sampled; text: of them, without the token that ended it."""
+
+    def suffix(
+        self, prompt: Sequence[int], ids: Sequence[int], said: Said, new: Sequence[Message]
+    ) -> list[int] | None:
+        """Render what follows the turn `ids` behind `prompt` up to where the policy speaks again;
+        None where it cannot be proven that what stands before stays.
+        """
+
+
+class TemplateFormat:
+    """The chat template of the model's tokenizer. New messages are rendered behind a short
+    conversation that ends with the policy's turn, and only what is added counts:
+
+        render([user, turn])        = head turn tail
+        render([user, turn, *new])  = head turn tail more         -> the tokens of: tail more
+
+    The template must keep what stands before the new messages, with the turn as the policy has said
+    it and with another one, and must add the same behind both.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        reader: ToolCallReader | None = None,
+    ) -> None:
+        """reader: of tool calls, where there are tools."""
+        self._tokenizer, self._reader = tokenizer, reader
+        self._tools = list(tools) or None
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `ChatFormat.prompt`."""
+        return list(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        """See `ChatFormat.read`."""
+        if self._reader is None:
+            return Said(text)
+        found = self._reader.read(text, ids)
+        return Said(found.content, found.calls, found.unreadable)
+
+    def suffix(
+        self, prompt: Sequence[int], ids: Sequence[int], said: Said, new: Sequence[Message]
+    ) -> list[int] | None:
+        """See `ChatFormat.suffix`."""
+        turn = said.message()
+        added = self._added(turn, new)
+        if added is None or added != self._added(turn | {"content": _STAND_IN}, new):
+            return None
+        plain = self._render([_ASKED, {"role": "assistant", "content": _STAND_IN}])
+        tail = plain.rpartition(_STAND_IN)[2]
+        if not self._render([_ASKED, turn]).endswith(tail):
+            return None  # a turn with calls ends in another way
+        text = tail + added
+        found = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return list(found[1:] if found and found[0] == ids[-1] else found)
+
+    def _added(self, turn: Message, new: Sequence[Message]) -> str | None:
+        base = self._render([_ASKED, turn])
+        whole = self._render([_ASKED, turn, *new], generate=True)
+        return whole[len(base) :] if whole.startswith(base) else None
+
+    def _render(self, messages: list[Message], *, generate: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=self._tools, tokenize=False, add_generation_prompt=generate
+        )
+
+
+class RendererFormat:
+    """A renderer of the package `renderers`, which knows the model's family."""
+
+    def __init__(self, renderer: Any, *, tools: Sequence[dict[str, Any]] = ()) -> None:
+        self._renderer = renderer
+        self._tools = [tool.get("function", tool) for tool in tools] or None
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `ChatFormat.prompt`."""
+        return list(
+            self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=True)
+        )
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        """See `ChatFormat.read`."""
+        found = self._renderer.parse_response(list(ids), tools=self._tools, prompt_ids=list(prompt))
+        right = [call for call in found.tool_calls if call.status in _CALLED]
+        wrong = [call for call in found.tool_calls if call.status not in _CALLED]
+        return Said(
+            found.content,
+            [
+                {"name": call.name, "arguments": call.arguments or {}}
+                | ({"id": call.id} if call.id else {})
+                for call in right
+            ],
+            f"a tool call cannot be read ({wrong[0].status})" if wrong else "",
+            found.reasoning_content,
+        )
+
+    def suffix(
+        self, prompt: Sequence[int], ids: Sequence[int], said: Said, new: Sequence[Message]
+    ) -> list[int] | None:
+        """See `ChatFormat.suffix`."""
+        before = [*prompt, *ids]
+        found = self._renderer.bridge_to_next_turn(
+            list(prompt), list(ids), copy.deepcopy(list(new)), tools=self._tools
+        )
+        if found is None or list(found.token_ids[: len(before)]) != before:
+            return None
+        return list(found.token_ids[len(before) :])
+
+
+def chat_format_of(
+    config: Config, tokenizer: Any, task: Task, *, reads: bool = True
+) -> ChatFormat | None:
+    """Return how a task's chats are written; None for a task that poses text to a tokenizer without
+    a chat template. reads: whether turns will be read, for which vLLM is imported. Raises
+    SetupError for a renderer or a parser that there is not, and where none is known.
+    """
+    settings, tools = config.environment, task.tools if isinstance(task, TaskWithTools) else []
+    named = _renderer(tokenizer, str(config.model.path), settings.renderer)
+    if named is not None and (not tools or settings.tool_parser == "auto"):
+        return RendererFormat(named, tools=tools)
+    if tokenizer.chat_template is None:
+        return None
+    reader = None
+    if tools:
+        parser = parser_of(tokenizer, settings.tool_parser)
+        reader = tool_call_reader(tokenizer, tools, parser) if reads else None
+    return TemplateFormat(tokenizer, tools=tools, reader=reader)
+
+
+def _renderer(tokenizer: Any, model: str, wanted: str) -> Any:
+    """Return a renderer of `renderers`, or None for the template."""
+    if wanted == "template":
+        return None
+    try:
+        import renderers.base as library
+        from renderers.configs import config_from_name
+    except ModuleNotFoundError as error:
+        if wanted == "auto":
+            return None
+        raise SetupError(
+            f"`environment.renderer` is {wanted!r}, but the package `renderers` is not installed "
+            "(docs/agents.md says how)"
+        ) from error
+    name = library.MODEL_RENDERER_MAP.get(model) if wanted == "auto" else wanted
+    if name is None:
+        return None
+    try:
+        return library.create_renderer(tokenizer, config_from_name(name))
+    except Exception as error:
+        raise SetupError(f"`environment.renderer` {name!r} cannot be used: {error}") from error
