@@ -51,10 +51,13 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class RowValue:
-    """Value of a row: its advantage; or its reward, and that of its prompt's greedy response."""
+    """Value of a row: its advantage; or its reward, and the baseline of its return. `turns`: the
+    reward at the end of each of its turns, instead of one at its end.
+    """
 
     value: float
     baseline: float = 0.0
+    turns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

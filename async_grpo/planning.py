@@ -8,8 +8,8 @@ happens on the ranks.
     raw rewards x weights -> clip -> + overlong penalty -> normalised -> - token KL of the row
         -> group statistics -> advantage per row -> whitened over tokens -> clipped      (`values`)
 
-Estimators with returns get the normalised reward instead; token KL, returns, whitening and clip are
-done on the ranks.
+Estimators with returns get the normalised reward instead, `turn_grpo` that of each turn; token KL,
+returns, whitening and clip are done on the ranks.
 
 An episode is one row of these numbers: rows of one that forked are joined before, and share its
 value and weight afterwards.
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from async_grpo.algo.advantages import finish_advantages, row_advantages
+from async_grpo.algo.advantages import finish_advantages, row_advantages, trajectory_baselines
 from async_grpo.algo.aggregation import row_weights
 from async_grpo.algo.catalog import ESTIMATORS, import_plugins
 from async_grpo.algo.filters import zero_variance
@@ -144,6 +144,8 @@ class RowMath:
         )
         normed = dict(zip(everyone, normalized.tolist(), strict=True))
         metrics = self._metrics(batch, rows, greedy, shaped)
+        if self._estimator.turns:
+            return self._turn_values(episodes, normed), metrics
         if self._estimator.returns:
             baselines = {key[0]: normed[key] for key in greedy}
             values = {
@@ -160,6 +162,36 @@ class RowMath:
         if algorithm.add_token_level_kl:
             metrics |= self._steer_kl(rows, kl_sums)
         return {row: values[key] for key, one in episodes.items() for row in one.keys}, metrics
+
+    def _turn_values(
+        self, episodes: Mapping[RowKey, _Episode], totals: Mapping[RowKey, float]
+    ) -> dict[RowKey, RowValue]:
+        """Give every row the rewards of its turns, so that returns within it are the episode's: the
+        last turn of a row has what comes in later rows. What shaping adds belongs to the end.
+        """
+        gamma = self._config.algorithm.gamma
+        baselines, scales = trajectory_baselines(
+            _tensor(totals[key] for key in episodes),
+            _groups({key: one.joined for key, one in episodes.items()}),
+            norm_adv_by_std_in_grpo=self._config.algorithm.norm_adv_by_std_in_grpo,
+        )
+        values = {}
+        numbers = zip(baselines.tolist(), scales.tolist(), strict=True)
+        for (key, one), (baseline, scale) in zip(episodes.items(), numbers, strict=True):
+            rewards = list(one.joined.turn_rewards or [0.0])
+            rewards[-1] += totals[key] - sum(rewards)
+            later = 0.0
+            for row in reversed(one.keys):
+                count = one.group.rows[row[1]].turns
+                own, rewards = rewards[-count:], rewards[:-count]
+                own[-1] += gamma * later
+                values[row] = RowValue(
+                    sum(own), scale * baseline, tuple(scale * reward for reward in own)
+                )
+                later = 0.0
+                for reward in reversed(own):
+                    later = reward + gamma * later
+        return values
 
     def _advantages(self, rows: Mapping[RowKey, RowMeta], rewards: list[float]) -> list[float]:
         algorithm = self._config.algorithm

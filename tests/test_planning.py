@@ -5,6 +5,7 @@ token KL, whitening, loss weights.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.planning import RowMath
+from async_grpo.planning import RowMath, shaping
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
@@ -504,6 +505,74 @@ def test_the_token_kl_of_an_episode_is_that_of_its_rows() -> None:
             for part in places:
                 wanted = values[group.group_id, number].value
                 assert found[group.group_id, part].value == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_turn_grpo_is_the_return_of_a_turn_minus_the_mean_of_the_trajectories(
+    divide: bool, gamma: float
+) -> None:
+    """Against a loop over episodes of 1 to 4 turns; rows that forked pass on what comes later."""
+    settings = config(
+        adv_estimator="turn_grpo",
+        norm_adv_by_std_in_grpo=divide,
+        gamma=gamma,
+        overlong_buffer={"enable": True, "len": 4},
+    )
+    batch = forked(batch_of(1))
+    dice = random.Random(gamma)
+    groups = [
+        replace(
+            group,
+            rows=tuple(
+                replace(
+                    row,
+                    turns=(turns := dice.randint(1, 4)),
+                    turn_rewards=tuple(dice.choice([0.0, 0.5, -1.0]) for _ in range(turns)),
+                )
+                for row in group.rows
+            ),
+        )
+        for group in batch.groups
+    ]
+    batch, math_ = Batch(batch.step, tuple(groups)), RowMath(settings, WEIGHTS)
+    values, _ = math_.values(batch, {})
+    shaping_ = shaping(settings, WEIGHTS)
+    for group in groups:
+        episodes = [[group.rows[place] for place in places] for places in group.places]
+        totals = [
+            shaping_.shape(rows[0].rewards, sum(row.length for row in rows)) for rows in episodes
+        ]
+        mean = sum(totals) / len(totals)
+        std = (sum((total - mean) ** 2 for total in totals) / (len(totals) - 1)) ** 0.5
+        scale = 1 / (std + 1e-6) if divide else 1.0
+        for rows, total, places in zip(episodes, totals, group.places, strict=True):
+            rewards = [reward for row in rows for reward in row.turn_rewards]
+            rewards[-1] += total - sum(rewards)
+            wanted = [
+                scale * (sum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards))) - mean)
+                for t in range(len(rewards))
+            ]
+            found = []
+            for place in places:
+                value = values[group.group_id, place]
+                own = value.turns
+                found += [
+                    sum(gamma ** (s - t) * own[s] for s in range(t, len(own))) - value.baseline
+                    for t in range(len(own))
+                ]
+            assert found == pytest.approx(
+                wanted if max(totals) > min(totals) else [0.0] * len(wanted)
+            )
+
+
+def test_turn_grpo_of_plain_responses_is_grpo() -> None:
+    batch = batch_of(1)
+    found, _ = RowMath(config(adv_estimator="turn_grpo"), WEIGHTS).values(batch, {})
+    wanted, _ = RowMath(config(), WEIGHTS).values(batch, {})
+    assert {key: sum(value.turns) - value.baseline for key, value in found.items()} == (
+        pytest.approx({key: value.value for key, value in wanted.items()})
+    )
 
 
 def test_what_is_seen_of_episodes() -> None:

@@ -158,7 +158,8 @@ def token_advantages(
 
     `returns` are G_t of `discounted_returns`, with its `times`. `reinforce_plus_plus` (arXiv
     2501.03262): G_t, always whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B],
-    the reward of the greedy response to the row's prompt. `counted`, `reduce`: see `whiten`. Raises
+    the reward of the greedy response to the row's prompt. `turn_grpo`: G_t minus `reward_baselines`
+    too, those of `trajectory_baselines`. `counted`, `reduce`: see `whiten`. Raises
     ValueError for an estimator without returns, a missing or useless baseline, a shape mismatch, a
     reward that is not finite, or a gamma or clip out of range.
     """
@@ -168,10 +169,11 @@ def token_advantages(
             f"estimator {estimator!r} gives one advantage per row; use compute_advantages or "
             "row_advantages"
         )
-    if traits.baseline != (reward_baselines is not None):
+    if (traits.baseline or traits.turns) != (reward_baselines is not None):
+        whose = "each row's greedy response" if traits.baseline else "the group's trajectories"
         need = (
-            "needs reward_baselines, the reward of each row's greedy response [B]"
-            if traits.baseline
+            f"needs reward_baselines, the reward of {whose} [B]"
+            if traits.baseline or traits.turns
             else "has no use for reward_baselines"
         )
         raise ValueError(f"estimator {estimator!r} {need}")
@@ -225,11 +227,20 @@ def compute_advantages(
     `row_advantages`, `token_advantages`, `finish_advantages`. A group must not be split over calls;
     leave truncated responses in this mask, they count in their group. Raises ValueError like those.
     """
-    traits = ESTIMATORS.require(estimator)
+    traits, scaled = ESTIMATORS.require(estimator), token_level_rewards
+    if traits.turns and reward_baselines is None:
+        valid = _valid(token_level_rewards, response_mask)
+        baselines, scales = trajectory_baselines(
+            torch.where(valid, token_level_rewards, 0).double().sum(-1),
+            group_index,
+            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        )
+        reward_baselines = scales * baselines
+        scaled = token_level_rewards * scales.unsqueeze(-1).to(_float_type(token_level_rewards))
     if traits.returns:
         return token_advantages(
             estimator,
-            token_level_rewards,
+            scaled,
             response_mask,
             gamma=gamma,
             reward_baselines=reward_baselines,
@@ -260,6 +271,28 @@ def compute_advantages(
     )
     after, before = (torch.where(valid, one.unsqueeze(-1), 0) for one in (after, before))
     return after.to(_float_type(token_level_rewards)), before.to(_float_type(token_level_rewards))
+
+
+@torch.no_grad()
+def trajectory_baselines(
+    rewards: Tensor, group_index: Tensor, *, norm_adv_by_std_in_grpo: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Baseline and scale, both [B], of `turn_grpo`, from the reward of each whole trajectory [B]
+    and its group [B]: the advantage of a turn is scale * (its return - baseline).
+
+    The baseline is the group's mean, the same for all turns: a mean per turn index would be biased
+    where the policy decides how many turns there are. The scale is 1, or with
+    `norm_adv_by_std_in_grpo` one over the group's deviation; 0 in groups of one, or of equal
+    rewards. With one turn this is `grpo`. Raises ValueError like `row_advantages`.
+    """
+    _check_rows(rewards, group_index, None)
+    _check_finite("a reward", rewards)
+    groups, values = Groups.of(group_index), rewards.double()
+    baselines = groups.mean(values)
+    scales = torch.ones_like(values)
+    if norm_adv_by_std_in_grpo:
+        scales = 1 / (groups.std(values - baselines) + EPSILON)
+    return baselines, torch.where(groups.varied(values), scales, 0)
 
 
 @torch.no_grad()

@@ -204,7 +204,8 @@ class EstimatorTraits(Traits):
     `compares`: it compares the responses of a group, so that groups of one and groups of equal
     rewards have advantage 0. `whitens`: whitening over all valid tokens is part of the formula.
     `returns`: the advantage comes from the return of each token. `baseline`: it needs the reward of
-    the prompt's greedy response. `lengths`: it needs response lengths. `divides`:
+    the prompt's greedy response. `turns`: rewards stand at the ends of turns, and the baseline is
+    that of the group's trajectories. `lengths`: it needs response lengths. `divides`:
     `norm_adv_by_std_in_grpo` means something; `std_levels`: so does `adv_std_level`. `losses`: the
     losses it goes with (all if empty), and `reason` why.
     """
@@ -213,6 +214,7 @@ class EstimatorTraits(Traits):
     whitens: bool = False
     returns: bool = False
     baseline: bool = False
+    turns: bool = False
     lengths: bool = False
     divides: bool = False
     std_levels: bool = False
@@ -316,6 +318,7 @@ ESTIMATORS = Registry(
         "reinforce_plus_plus": EstimatorTraits(compares=False, whitens=True, returns=True),
         "reinforce_plus_plus_baseline": EstimatorTraits(whitens=True),
         "remax": EstimatorTraits(compares=False, returns=True, baseline=True),
+        "turn_grpo": EstimatorTraits(divides=True, returns=True, turns=True),
         "opo": EstimatorTraits(lengths=True),
         "gpg": EstimatorTraits(
             losses=("gpg", "reinforce"), reason="its factor belongs to a loss without ratio"

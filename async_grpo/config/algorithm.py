@@ -119,11 +119,15 @@ class Algorithm(Section):
     adv_estimator: Annotated[str, _names(ESTIMATORS)] = "grpo"
     """How rewards become advantages; or a plugin's estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by a standard deviation (`grpo`, `grpo_passk`); false is Dr. GRPO's advantage."""
+    """Divide by a standard deviation (`grpo`, `grpo_passk`, `turn_grpo`); false is Dr. GRPO's
+    advantage.
+    """
     adv_std_level: Literal["group", "batch"] = "group"
     """Whose standard deviation `grpo` divides by: the group's, or that of the learner step."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per step, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
+    """Discount per step, for the estimators with returns (`reinforce_plus_plus`, `remax`,
+    `turn_grpo`).
+    """
     gamma_per: Literal["token", "turn"] | None = None
     """What `gamma` discounts by: sampled tokens, or turns; null: turns of episodes, and tokens of
     plain responses.

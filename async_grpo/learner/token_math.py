@@ -88,11 +88,17 @@ class TokenMath:
 
         mask = padded([np.ones(len(row.lag)) for row in rows.values()])
         kl = padded([row.kl for row in rows.values()]) if algorithm.add_token_level_kl else None
+        turns = self._estimator.turns
         rewards = place_rewards(
-            _double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef
+            _double([0.0 if turns else values[key].value for key in rows]),
+            mask,
+            kl=kl,
+            kl_coef=kl_coef,
         )
+        if turns:
+            rewards += padded([_at_turns(row, values[key].turns) for key, row in rows.items()])
         baselines = None
-        if self._estimator.baseline:
+        if self._estimator.baseline or turns:
             baselines = _double([values[key].baseline for key in rows])
         mine = _double([float(key in owned) for key in rows]).unsqueeze(-1).expand_as(mask)
         advantages, _ = token_advantages(
@@ -253,6 +259,17 @@ def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) ->
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))
     metrics.add("weights/kv_cache_error", error, fresh & (oldest > 0))
+
+
+def _at_turns(row: LearnerRow, rewards: tuple[float, ...]) -> np.ndarray:
+    """Put the rewards of a row's turns on the last sampled token of each."""
+    out, ends = np.zeros(len(row.lag)), [len(row.lag) - 1]
+    if row.turns is not None:
+        ends = [*np.flatnonzero(np.diff(row.turns)), *ends]
+    if len(ends) != len(rewards):
+        raise ValueError(f"a row of {len(ends)} turns has rewards of {len(rewards)}")
+    out[ends] = rewards
+    return out
 
 
 def _times(row: LearnerRow, per: str | None) -> np.ndarray:

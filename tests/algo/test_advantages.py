@@ -107,6 +107,16 @@ def slow_returns(rewards: list[float], mask: list[int], gamma: float) -> list[fl
     ]
 
 
+def slow_trajectories(totals: list[float], groups: list[int]) -> tuple[Tensor, Tensor]:
+    """Scaled baseline, and scale, of `turn_grpo`."""
+    baselines, scales = [], []
+    for group in groups:
+        mine = [total for total, other in zip(totals, groups, strict=True) if other == group]
+        scales.append(1 / (std(mine) + 1e-6) if max(mine) - min(mine) > 1e-6 else 0.0)
+        baselines.append(scales[-1] * mean(mine))
+    return torch.tensor(baselines, dtype=F64), torch.tensor(scales, dtype=F64)
+
+
 def slow_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """In fractions: what a mean in floating point loses would be magnified where all are equal."""
     valid = [Fraction(value) for value in values[mask != 0].tolist()]
@@ -220,6 +230,27 @@ def test_large_means_and_equal_groups(name: str) -> None:
         ).any()
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_turns_have_their_return_less_the_mean_of_the_groups_trajectories(norm: bool) -> None:
+    """Two episodes of one group (rewards 1 then 0, and 0 then 3), one of equal rewards, one alone;
+    a place without reward belongs to the turn that ends behind it.
+    """
+    rewards = torch.tensor([[0.0, 1, 0], [0, 0, 3], [1, 0, 0], [0, 1, 0], [5, 5, 5]], dtype=F64)
+    groups = torch.tensor([0, 0, 1, 1, 2])
+    value, returns = compute_advantages(
+        "turn_grpo", rewards, torch.ones(5, 3), groups, norm_adv_by_std_in_grpo=norm
+    )
+    scale = 1 / (math.sqrt(2) + 1e-6) if norm else 1.0
+    wanted = torch.tensor([[-1.0, -1, -2], [1, 1, 1], [0] * 3, [0] * 3, [0] * 3], dtype=F64)
+    close(value, scale * wanted)
+    close(returns[:2], scale * torch.tensor([[1.0, 1, 0], [3, 3, 3]], dtype=F64))
+    one_turn, _ = compute_advantages(
+        "turn_grpo", rewards[:, -1:], torch.ones(5, 1), groups, norm_adv_by_std_in_grpo=norm
+    )
+    plain = row_advantages("grpo", rewards[:, -1], groups, norm_adv_by_std_in_grpo=norm)
+    close(one_turn[:, 0], plain)
+
+
 def test_passk_has_one_winner_or_none() -> None:
     rewards, groups = (
         torch.tensor([3.0, 1.0, 3.0, 2.0, 5.0, -1.0, 4.0], dtype=F64),
@@ -329,6 +360,7 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
 ) -> None:
     case, spec = sample(seed), ESTIMATORS[name]
     rewards, mask, gamma = case["rewards"], case["mask"], gamma if spec.returns else 1.0
+    totals = torch.where(mask != 0, rewards, 0).sum(-1).tolist()
     if spec.returns:
         before = torch.tensor(
             [
@@ -337,14 +369,13 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
             ],
             dtype=F64,
         )
-        values = (
-            torch.where(mask != 0, before - case["baselines"].unsqueeze(-1), 0)
-            if spec.baseline
-            else before
-        )
+        baselines = case["baselines"] if spec.baseline else torch.zeros(len(rewards), dtype=F64)
+        if spec.turns:
+            baselines, scales = slow_trajectories(totals, case["groups"].tolist())
+            before = before * scales.unsqueeze(-1)
+        values = torch.where(mask != 0, before - baselines.unsqueeze(-1), 0)
     else:
-        totals = torch.where(mask != 0, rewards, 0).sum(-1)
-        rows = slow_rows(name, totals.tolist(), case["groups"].tolist(), mask.sum(-1).tolist())
+        rows = slow_rows(name, totals, case["groups"].tolist(), mask.sum(-1).tolist())
         if name == "asymre":
             rows = rows - 0.2  # the loop's shift is -0.3, the default -0.1
         elif name == "gpg":
@@ -499,7 +530,8 @@ def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
     """
     case = sample(seed)
     parts, owned = [slice(0, 4), slice(2, 6), slice(0, 0)], [[1, 1, 1, 1], [0, 0, 1, 1], []]
-    baselines = case["baselines"] if ESTIMATORS[name].baseline else None
+    based = ESTIMATORS[name].baseline or ESTIMATORS[name].turns
+    baselines = case["baselines"] if based else None
 
     def work(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         part, mask = parts[rank], case["mask"][parts[rank]]

@@ -64,7 +64,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["algorithm.adv_std_level=batch", "algorithm.norm_adv_by_std_in_grpo=false"],
             ["adv_std_level: batch"],
         ),
-        (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax"]),
+        (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax, turn_grpo"]),
+        (
+            ["algorithm.adv_estimator=turn_grpo", "algorithm.reward_norm=group"],
+            ["turn_grpo", "reward_norm", "per turn"],
+        ),
+        (
+            ["algorithm.adv_estimator=turn_grpo", "algorithm.gamma_per=token"],
+            ["gamma_per", "by turn"],
+        ),
         (
             ["algorithm.adv_estimator=maxrl", "algorithm.reward_norm=group"],
             ["maxrl", "reward_norm"],
@@ -315,9 +323,10 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
         "opo",
         "gpg",
         "maxrl",
+        "turn_grpo",
     }
     returns = ESTIMATORS.where(lambda traits: traits.returns)
-    assert returns == {"reinforce_plus_plus", "remax"}
+    assert returns == {"reinforce_plus_plus", "remax", "turn_grpo"}
     assert ESTIMATORS.where(lambda traits: traits.baseline) == {"remax"}
     assert ESTIMATORS.where(lambda traits: traits.std_levels) == grpo
     assert all(callable(ESTIMATORS.function(name)) for name in ESTIMATORS if name not in returns)

@@ -370,6 +370,29 @@ def test_what_gamma_discounts_by(per: str | None, episode: bool, times: list[int
     assert row.advantages.tolist() == [8.0 * 0.5 ** (times[-1] - time) for time in times]
 
 
+def test_rewards_of_turns_stand_at_their_ends() -> None:
+    """The return of a turn is what comes from it on, less the baseline of the trajectories."""
+    math, rows = TokenMath(config_of(adv_estimator="turn_grpo", gamma=0.5), Alone()), {}
+    for key, turns in (((0, 0), np.array([0, 0, 1, 2])), ((0, 1), None)):
+        row = LearnerRow(
+            np.zeros(2, np.int32),
+            np.zeros(4, np.int32),
+            np.arange(4),
+            np.full(4, -1.0, np.float32),
+            np.zeros(4, np.int64),
+            turns=turns,
+        )
+        rows[key] = row
+    values = {(0, 0): RowValue(7.0, 2.0, (1.0, 2.0, 4.0)), (0, 1): RowValue(3.0, 2.0, (3.0,))}
+    math.assign(rows, owned=list(rows), values=values, kl_coef=0.0)
+    assert rows[0, 0].advantages.tolist() == [1.0, 1.0, 2.0, 2.0]
+    # without turns it is a plain response, discounted by token
+    assert rows[0, 1].advantages.tolist() == [3 / 8 - 2, 3 / 4 - 2, 3 / 2 - 2, 3 - 2]
+    values[0, 0] = RowValue(7.0, 2.0, (1.0, 2.0))
+    with pytest.raises(ValueError, match="a row of 3 turns has rewards of 2"):
+        math.assign(rows, owned=list(rows), values=values, kl_coef=0.0)
+
+
 def test_turns_come_with_the_rows_of_episodes() -> None:
     group = make_group(GroupTicket(7, 1, 0), versions=(0, 1))
     one, two = group.rows

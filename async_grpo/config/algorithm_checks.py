@@ -1,0 +1,319 @@
+"""Rules that span several settings of the algorithm.
+
+Runs in: any process (imports what the settings import). Hides which traits of losses and estimators
+decide what belongs together. Invariant: as of `checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.config.plugins import Known
+from async_grpo.config.schema import Config
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _estimator(config: Config, known: Known) -> Iterator[str]:
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    traits = known.estimator(config)
+    if traits.compares and config.rollout.group_size < 2:
+        yield (
+            f"`rollout.group_size` is {config.rollout.group_size}; `algorithm.adv_estimator: "
+            f"{name}` compares responses, so it needs at least 2."
+        )
+    if name == "dr_grpo" and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with "
+            "`algorithm.adv_estimator: dr_grpo` it is seq-mean-token-sum-norm, the other half of "
+            "Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its advantage alone)."
+        )
+    if not algorithm.norm_adv_by_std_in_grpo and not traits.divides:
+        yield (
+            f"`algorithm.norm_adv_by_std_in_grpo` is false, but `adv_estimator: {name}` has no "
+            "such division; remove it."
+        )
+    levels = traits.std_levels and algorithm.norm_adv_by_std_in_grpo
+    if algorithm.adv_std_level != "group" and not levels:
+        yield (
+            "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with "
+            "`norm_adv_by_std_in_grpo: true`; remove it."
+        )
+    if algorithm.gamma != 1 and not traits.returns:
+        returns = ESTIMATORS.where(lambda other: other.returns)
+        yield (
+            f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no "
+            f"returns; allowed is 1, or {_listed(returns)}."
+        )
+    if traits.turns and (
+        algorithm.reward_norm is not None or algorithm.reward_shift or algorithm.reward_scale
+    ):
+        yield (
+            f"`algorithm.adv_estimator: {name}` has rewards per turn, which `reward_norm`, "
+            "`reward_shift` and `reward_scale` do not know; unset them."
+        )
+    if traits.turns and algorithm.gamma_per == "token":
+        yield (
+            f"`algorithm.gamma_per` is token, but `adv_estimator: {name}` discounts by turn; "
+            "remove it."
+        )
+    if name == "maxrl" and (algorithm.overlong_buffer.enable or algorithm.add_token_level_kl):
+        yield (
+            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but `overlong_buffer` "
+            "and `add_token_level_kl` make them negative; unset them."
+        )
+    if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
+        yield (
+            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which "
+            "`reward_norm` and `reward_shift` remove; unset them."
+        )
+
+
+def _pairs(config: Config, known: Known) -> Iterator[str]:
+    algorithm = config.algorithm
+    name, loss = algorithm.adv_estimator, algorithm.policy_loss
+    wanted, partners = known.loss(config), known.estimator(config)
+    if wanted.estimators and name not in wanted.estimators:
+        yield (
+            f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` "
+            f"{' or '.join(wanted.estimators)}, not {name}: {wanted.reason}."
+        )
+    if partners.losses and loss not in partners.losses:
+        yield (
+            f"`algorithm.adv_estimator: {name}` goes with `policy_loss: "
+            f"{' or '.join(partners.losses)}`, not {loss}: {partners.reason}."
+        )
+    if loss == "opmd":
+        if partners.std_levels and algorithm.norm_adv_by_std_in_grpo:
+            yield (
+                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
+                "`norm_adv_by_std_in_grpo: false`, or `adv_estimator: rloo`."
+            )
+        if algorithm.whiten_advantages:
+            yield (
+                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
+                "`whiten_advantages: false`."
+            )
+
+
+def _clip(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    schedule = algorithm.clip_schedule
+    if schedule.kind == "exponential" and schedule.rate > 1:
+        yield (
+            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is "
+            "at most 1, since the clip interval must not widen with lag."
+        )
+    if schedule.kind != "constant" and not traits.clipped:
+        yield (
+            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no "
+            "clip interval; losses with one: "
+            f"{_listed(POLICY_LOSSES.where(lambda other: other.clipped))}."
+        )
+    if algorithm.dual_clip_loss and not traits.dual_clip:
+        yield (
+            f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; "
+            "only ppo_clip and m2po have."
+        )
+    sides = (algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+    if not traits.clipped and sides != (None, None):
+        yield (
+            f"`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: {loss}` "
+            "has no clip interval; remove it."
+        )
+    if traits.widths and None in sides:
+        yield (
+            f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give "
+            "`algorithm.clip_ratio_low` and `algorithm.clip_ratio_high` (usual are "
+            f"{traits.widths})."
+        )
+
+
+def _anchor(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    anchor = algorithm.anchor
+    if traits.sampler_anchor and anchor != "behavior":
+        yield (
+            f"`algorithm.anchor` is {anchor}; `policy_loss: {loss}` measures and clips the ratio "
+            "to the policy that sampled: use behavior."
+        )
+    for_reward = anchor == "recomputed" and algorithm.add_token_level_kl
+    if traits.ratio_free and anchor != "behavior" and not for_reward:
+        yield (
+            f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region that "
+            "would use it; use behavior."
+        )
+
+
+def _row_losses(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    mode = algorithm.loss_agg_mode
+    if traits.response_ratio and mode != "seq-mean-token-mean":
+        yield (
+            f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per "
+            "response and is a mean over responses: use seq-mean-token-mean, others would weigh "
+            "responses by length."
+        )
+    if (
+        loss == "opmd"
+        and algorithm.opmd.level == "sequence"
+        and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    ):
+        yield (
+            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
+            "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
+        )
+    for key, section in (("importance", algorithm.importance), ("rejection", algorithm.rejection)):
+        if traits.response_ratio and section.level == "token":
+            yield (
+                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per "
+                "response; allowed are none, sequence, geometric."
+            )
+    varying = algorithm.gamma != 1 or algorithm.add_token_level_kl
+    if traits.one_advantage and varying and known.estimator(config).returns:
+        yield (
+            f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
+            f"`adv_estimator: {algorithm.adv_estimator}` with `gamma` below 1 or "
+            "`add_token_level_kl` gives one per token; use gspo_token."
+        )
+
+
+def _weights(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    anchor, importance = algorithm.anchor, algorithm.importance
+    sections = (("importance", importance), ("rejection", algorithm.rejection))
+    if importance.level != "none" and traits.ratio_free and not traits.weighed:
+        yield (
+            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is "
+            "defined without it; use none, or policy_loss: reinforce."
+        )
+    elif anchor == "behavior" and not traits.ratio_free:
+        for key, section in sections:
+            if section.level != "none":
+                yield (
+                    f"`algorithm.{key}.level: {section.level}` weighs the anchor against the "
+                    "behaviour policy and needs `algorithm.anchor: recomputed` or interpolated; "
+                    f"with `{anchor}` both are the same policy."
+                )
+    for key, section in sections:
+        if section.lower >= section.upper:
+            yield (
+                f"`algorithm.{key}.lower` is {section.lower:g}; it must be below "
+                f"`algorithm.{key}.upper`, {section.upper:g}."
+            )
+
+
+def _kl(config: Config, _: Known) -> Iterator[str]:
+    algorithm, model = config.algorithm, config.model
+    if algorithm.use_kl_loss and algorithm.add_token_level_kl:
+        yield (
+            "`algorithm.use_kl_loss` and `algorithm.add_token_level_kl` are both true: the KL "
+            "would be punished twice; keep one."
+        )
+    if algorithm.use_kl_loss and algorithm.kl_loss_type == "kl" and not algorithm.kl_loss_unbiased:
+        yield (
+            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use kl+ (same "
+            "value, the gradient of the divergence), low_var_kl, or `kl_loss_unbiased: true`."
+        )
+    if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
+        yield (
+            "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it "
+            "to true, or remove the correction."
+        )
+    if algorithm.kl_loss_unbiased and algorithm.kl_loss_type not in ("kl", "low_var_kl"):
+        yield (
+            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with `kl_loss_unbiased` it is "
+            "kl or low_var_kl: the others have a bias of their own, or already hold the gradient "
+            "of the divergence."
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
+        yield (
+            "`algorithm.kl_ctrl.type: adaptive` steers the KL in the reward: set "
+            "`algorithm.add_token_level_kl: true`, or use fixed."
+        )
+    if not algorithm.uses_reference:
+        for key, given in (
+            ("reference", model.reference is not None),
+            ("reference_refresh_steps", model.reference_refresh_steps > 0),
+        ):
+            if given:
+                yield (
+                    f"`model.{key}` is given but nothing uses a reference: set "
+                    "`algorithm.use_kl_loss: true` or `algorithm.add_token_level_kl: true`, or "
+                    "remove it."
+                )
+
+
+def _rewards(config: Config, _: Known) -> Iterator[str]:
+    if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
+        yield (
+            "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or "
+            "running, or a `rollout.group_size` of at least 2."
+        )
+    overlong, limit = config.algorithm.overlong_buffer, config.rollout.response_length
+    if overlong.enable and overlong.len > limit:
+        yield (
+            f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most "
+            f"`rollout.response_length`, {limit}."
+        )
+
+
+def _filter(config: Config, known: Known) -> Iterator[str]:
+    groups, name = config.replay.filter_groups, config.algorithm.adv_estimator
+    band = groups.accuracy_low is not None or groups.accuracy_high is not None
+    if groups.metric == "seq_final_reward":
+        yield (
+            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists "
+            "only after the learner's forward pass, and groups are filtered before; use "
+            "seq_reward (shaped), score, acc or the name of a reward component."
+        )
+    if not groups.metric:
+        yield (
+            "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or the "
+            "name of a reward component."
+        )
+    more = band or groups.all_truncated or groups.custom is not None
+    if not groups.enable and (more or groups.retire_at is not None):
+        yield (
+            "`replay.filter_groups` has conditions, but `enable` is false; set it to true, or "
+            "remove them."
+        )
+    if groups.enable and groups.zero_variance and not known.estimator(config).compares:
+        yield (
+            "`replay.filter_groups.zero_variance` is true, but with `algorithm.adv_estimator: "
+            f"{name}` a group of equal rewards carries signal: its baseline is not the group's "
+            "mean; set it to false."
+        )
+    if groups.enable and not (groups.zero_variance or more or groups.retire_at is not None):
+        yield (
+            "`replay.filter_groups.enable` is true, but no condition is set; set one, or enable: "
+            "false."
+        )
+    low, high = groups.accuracy_low, groups.accuracy_high
+    for key, bound, worst in (("accuracy_low", low, 1), ("accuracy_high", high, 0)):
+        if bound == worst:
+            yield (
+                f"`replay.filter_groups.{key}` is {bound:g}, which rejects every group; allowed is "
+                f"{'less than 1' if worst else 'more than 0'}, or null."
+            )
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below `accuracy_high`, "
+            f"{high:g}."
+        )
+
+
+ALGORITHM_RULES = (
+    _estimator,
+    _pairs,
+    _clip,
+    _anchor,
+    _row_losses,
+    _weights,
+    _kl,
+    _rewards,
+    _filter,
+)
