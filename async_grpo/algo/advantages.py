@@ -159,7 +159,7 @@ def token_advantages(
     `returns` are G_t of `discounted_returns`, with its `times`. `reinforce_plus_plus` (arXiv
     2501.03262): G_t, always whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B],
     the reward of the greedy response to the row's prompt. `turn_grpo`: G_t minus `reward_baselines`
-    too, those of `trajectory_baselines`. `counted`, `reduce`: see `whiten`. Raises
+    too, both scaled as `trajectory_baselines` says. `counted`, `reduce`: see `whiten`. Raises
     ValueError for an estimator without returns, a missing or useless baseline, a shape mismatch, a
     reward that is not finite, or a gamma or clip out of range.
     """
@@ -227,20 +227,11 @@ def compute_advantages(
     `row_advantages`, `token_advantages`, `finish_advantages`. A group must not be split over calls;
     leave truncated responses in this mask, they count in their group. Raises ValueError like those.
     """
-    traits, scaled = ESTIMATORS.require(estimator), token_level_rewards
-    if traits.turns and reward_baselines is None:
-        valid = _valid(token_level_rewards, response_mask)
-        baselines, scales = trajectory_baselines(
-            torch.where(valid, token_level_rewards, 0).double().sum(-1),
-            group_index,
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        )
-        reward_baselines = scales * baselines
-        scaled = token_level_rewards * scales.unsqueeze(-1).to(_float_type(token_level_rewards))
+    traits = ESTIMATORS.require(estimator)
     if traits.returns:
         return token_advantages(
             estimator,
-            scaled,
+            token_level_rewards,
             response_mask,
             gamma=gamma,
             reward_baselines=reward_baselines,

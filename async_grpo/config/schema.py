@@ -287,6 +287,12 @@ class RolloutConfig(Section):
     """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""
     top_k: NonNegative = 0
     """Must stay 0 (off) while training, for the same reason."""
+    repetition_times: Annotated[int | None, Field(ge=2)] = None
+    """End a response, or a turn of an episode, that says the same this many times in a row; it is
+    scored, with the finish reason `repetition`. Null: never.
+    """
+    repetition_length: Positive = 32
+    """Longest repeated pattern that is looked for, in tokens."""
     seeded: Annotated[
         Literal["auto", "on", "off"], warn("whether the same command samples the same responses")
     ] = "auto"
@@ -295,6 +301,12 @@ class RolloutConfig(Section):
     """A group that takes longer to generate and score, or is lost, is aborted and issued again;
     null: 600, and with `response_length` above 10,000 more, 60 ms a token.
     """
+
+    @property
+    def repetition(self) -> tuple[int, int] | None:
+        """Longest pattern and times after which a response ends, if it does."""
+        times = self.repetition_times
+        return None if times is None else (self.repetition_length, times)
 
     @property
     def longest_row(self) -> int:

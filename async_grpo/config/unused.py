@@ -91,6 +91,12 @@ OWNED = (
         lambda config: None in (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high),
     ),
     _unlike("algorithm.gamma", 1.0, "0.99 (or another below 1)", "algorithm.gamma_per"),
+    _Owned(
+        ("rollout.repetition_length",),
+        "rollout.repetition_times",
+        "8 (or another count)",
+        lambda config: config.rollout.repetition_times is not None,
+    ),
     _on("replay.filter_groups.enable", "replay.filter_groups"),
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
     _on("replay.journal.enable", "replay.journal.fsync"),

@@ -488,6 +488,7 @@ class RolloutActor:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
+            repetition=rollout.repetition,
         )
         return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
 

@@ -156,7 +156,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters, as vLLM's; `seed` None draws from the engine's own generator."""
+    """Sampling parameters, as vLLM's; `seed` None draws from the engine's own generator.
+    repetition: (longest pattern, times) after which a response ends.
+    """
 
     n: int
     max_tokens: int
@@ -164,6 +166,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    repetition: tuple[int, int] | None = None
 
 
 class Engine:
@@ -297,11 +300,17 @@ class Engine:
         self, prompt_ids: Sequence[int], sampling: Sampling, name: str, purpose: Purpose
     ) -> list[Completion]:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
+        options = asdict(sampling)
+        if options.pop("repetition"):
+            longest, times = sampling.repetition
+            options["repetition_detection"] = RepetitionDetectionParams(
+                max_pattern_size=longest, min_count=times
+            )
         params = SamplingParams(
-            **asdict(sampling),
+            **options,
             stop_token_ids=self.stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
@@ -564,7 +573,7 @@ def _set_environment(device: str) -> None:
 
 def _completion(output: CompletionOutput, first_token: float) -> Completion:
     length = len(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", "length", "repetition"):
         raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
     if (
         output.logprobs is None

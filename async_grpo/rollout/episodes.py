@@ -308,6 +308,8 @@ class EpisodePlayer:
             return "env_done"
         if limit and invalid >= limit:
             return "invalid_action"
+        if done.finish_reason == "repetition":
+            return "repetition"
         if turn >= self._config.rollout.max_turns:
             return "max_turns"
         return self._room(episode)[1] if done.finish_reason == "length" else ""

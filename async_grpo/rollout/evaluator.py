@@ -105,6 +105,7 @@ class EngineEvaluator:
             temperature=0.0,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            repetition=rollout.repetition,
         )
         temperature = evaluation.temperature or rollout.temperature
         sampled = replace(greedy, n=evaluation.n, temperature=temperature)

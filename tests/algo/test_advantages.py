@@ -21,6 +21,7 @@ from async_grpo.algo.advantages import (
     place_rewards,
     row_advantages,
     token_advantages,
+    trajectory_baselines,
     whiten,
 )
 from async_grpo.algo.catalog import ESTIMATORS
@@ -105,16 +106,6 @@ def slow_returns(rewards: list[float], mask: list[int], gamma: float) -> list[fl
         else 0.0
         for t in range(len(mask))
     ]
-
-
-def slow_trajectories(totals: list[float], groups: list[int]) -> tuple[Tensor, Tensor]:
-    """Scaled baseline, and scale, of `turn_grpo`."""
-    baselines, scales = [], []
-    for group in groups:
-        mine = [total for total, other in zip(totals, groups, strict=True) if other == group]
-        scales.append(1 / (std(mine) + 1e-6) if max(mine) - min(mine) > 1e-6 else 0.0)
-        baselines.append(scales[-1] * mean(mine))
-    return torch.tensor(baselines, dtype=F64), torch.tensor(scales, dtype=F64)
 
 
 def slow_whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -232,23 +223,30 @@ def test_large_means_and_equal_groups(name: str) -> None:
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_turns_have_their_return_less_the_mean_of_the_groups_trajectories(norm: bool) -> None:
-    """Two episodes of one group (rewards 1 then 0, and 0 then 3), one of equal rewards, one alone;
+    """Two episodes of one group (rewards 1 then 0, and 0 then 3), two of equal rewards, one alone;
     a place without reward belongs to the turn that ends behind it.
     """
     rewards = torch.tensor([[0.0, 1, 0], [0, 0, 3], [1, 0, 0], [0, 1, 0], [5, 5, 5]], dtype=F64)
-    groups = torch.tensor([0, 0, 1, 1, 2])
-    value, returns = compute_advantages(
-        "turn_grpo", rewards, torch.ones(5, 3), groups, norm_adv_by_std_in_grpo=norm
-    )
-    scale = 1 / (math.sqrt(2) + 1e-6) if norm else 1.0
+    groups, scale = torch.tensor([0, 0, 1, 1, 2]), 1 / (math.sqrt(2) + 1e-6) if norm else 1.0
+
+    def of(rewards: Tensor) -> tuple[Tensor, Tensor]:
+        baselines, scales = trajectory_baselines(
+            rewards.sum(-1), groups, norm_adv_by_std_in_grpo=norm
+        )
+        return compute_advantages(
+            "turn_grpo",
+            rewards * scales.unsqueeze(-1),
+            torch.ones(rewards.shape),
+            groups,
+            reward_baselines=baselines * scales,
+        )
+
+    value, returns = of(rewards)
     wanted = torch.tensor([[-1.0, -1, -2], [1, 1, 1], [0] * 3, [0] * 3, [0] * 3], dtype=F64)
     close(value, scale * wanted)
     close(returns[:2], scale * torch.tensor([[1.0, 1, 0], [3, 3, 3]], dtype=F64))
-    one_turn, _ = compute_advantages(
-        "turn_grpo", rewards[:, -1:], torch.ones(5, 1), groups, norm_adv_by_std_in_grpo=norm
-    )
     plain = row_advantages("grpo", rewards[:, -1], groups, norm_adv_by_std_in_grpo=norm)
-    close(one_turn[:, 0], plain)
+    close(of(rewards[:, -1:])[0][:, 0], plain)
 
 
 def test_passk_has_one_winner_or_none() -> None:
@@ -360,7 +358,6 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
 ) -> None:
     case, spec = sample(seed), ESTIMATORS[name]
     rewards, mask, gamma = case["rewards"], case["mask"], gamma if spec.returns else 1.0
-    totals = torch.where(mask != 0, rewards, 0).sum(-1).tolist()
     if spec.returns:
         before = torch.tensor(
             [
@@ -369,12 +366,11 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
             ],
             dtype=F64,
         )
-        baselines = case["baselines"] if spec.baseline else torch.zeros(len(rewards), dtype=F64)
-        if spec.turns:
-            baselines, scales = slow_trajectories(totals, case["groups"].tolist())
-            before = before * scales.unsqueeze(-1)
+        based = spec.baseline or spec.turns
+        baselines = case["baselines"] if based else torch.zeros(len(rewards), dtype=F64)
         values = torch.where(mask != 0, before - baselines.unsqueeze(-1), 0)
     else:
+        totals = torch.where(mask != 0, rewards, 0).sum(-1).tolist()
         rows = slow_rows(name, totals, case["groups"].tolist(), mask.sum(-1).tolist())
         if name == "asymre":
             rows = rows - 0.2  # the loop's shift is -0.3, the default -0.1
@@ -385,7 +381,7 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
     values = values if clip is None else values.clamp(-clip, clip)
     options: dict[str, Any] = {
         "gamma": gamma,
-        "reward_baselines": case["baselines"] if spec.baseline else None,
+        "reward_baselines": case["baselines"] if spec.baseline or spec.turns else None,
         "whiten_advantages": white,
         "advantage_clip": clip,
     }
@@ -407,7 +403,8 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0), (2, 3)])
 def test_nothing_valid_gives_zeros(name: str, shape: tuple[int, int]) -> None:
     groups = torch.zeros(shape[0], dtype=torch.int64)
-    baselines = torch.ones(shape[0]) if ESTIMATORS[name].baseline else None
+    based = ESTIMATORS[name].baseline or ESTIMATORS[name].turns
+    baselines = torch.ones(shape[0]) if based else None
     for pair in (True, False):
         out = compute_advantages(
             name,
@@ -584,7 +581,7 @@ def test_results_carry_no_gradient_and_change_no_input() -> None:
     rewards = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     before = rewards.detach().clone()
     for name in [*ROWS, *RETURNS]:
-        baselines = torch.ones(4) if ESTIMATORS[name].baseline else None
+        baselines = torch.ones(4) if ESTIMATORS[name].baseline or ESTIMATORS[name].turns else None
         advantages, returns = compute_advantages(
             name, rewards, torch.ones(4, 3), torch.tensor([0, 0, 1, 1]), reward_baselines=baselines
         )

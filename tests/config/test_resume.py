@@ -86,6 +86,8 @@ WARNED = {
 }
 TRAINS = FIXED | {
     "environment.tools",
+    "rollout.repetition_times",
+    "rollout.repetition_length",
     "run.total_steps",
     "run.epochs",
     "model.reference",

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, TransferMismatch
-from async_grpo.rollout.engine import Engine, EngineError
+from async_grpo.rollout.engine import Engine, EngineError, Sampling
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
@@ -250,6 +250,20 @@ def flip(position: float) -> Callable[[Announcement], Announcement]:
         return announcement
 
     return after
+
+
+async def test_a_response_that_repeats_itself_ends(engine: Serving) -> None:
+    """Greedy, a model of random weights says the same again and again."""
+    prompt = [5, 6, 7]
+    greedy = Sampling(n=1, max_tokens=90, temperature=0.0)
+    [whole] = await engine.ask(engine.engine.generate(prompt, greedy))
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 90
+    stops = replace(greedy, repetition=(40, 2))
+    [cut] = await engine.ask(engine.engine.generate(prompt, stops))
+    n, ids = len(cut.token_ids), cut.token_ids.tolist()
+    assert cut.finish_reason == "repetition" and n < 90
+    assert ids == whole.token_ids.tolist()[:n] and len(cut.logprobs) == n
+    assert any(ids[-size:] == ids[-2 * size : -size] for size in range(1, 41))
 
 
 async def test_a_flipped_byte_ends_the_run_and_the_engine_stays_paused(probed: Run) -> None:

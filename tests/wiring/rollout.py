@@ -248,6 +248,8 @@ WIRES = [
     Wire("rollout.temperature", 0.7, acted),
     Wire("rollout.top_p", 0.9, acted, unchecked=True),
     Wire("rollout.top_k", 20, acted, unchecked=True),
+    Wire("rollout.repetition_times", 4, acted),
+    Wire("rollout.repetition_length", 9, acted, {"rollout.repetition_times": 4}),
     Wire("rollout.seeded", "on", acted),
     Wire("rollout.group_timeout_s", 77.0, acted),
     Wire("wire.max_frame_bytes", 2**16, acted, {"task.verifier.on_error": "zero"}),
