@@ -310,14 +310,17 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
 
 
 def durations(batch: Batch) -> dict[str, float]:
-    """Average a group's seconds by stage, and tokens per second of its longest response."""
+    """Average a group's seconds by stage, and tokens per second of its longest response; seconds of
+    the slowest group.
+    """
     groups = batch.groups
     spent = {
         "first_token": ("queued", "first_token"),
         "generate": ("queued", "done"),
         "verify": ("done", "scored"),
     }
-    out = {
+    longest = max(group.times["scored"] - group.times["queued"] for group in groups)
+    out = {"rollout/longest_group_s": longest} | {
         f"rollout/{name}_s": sum(group.times[end] - group.times[start] for group in groups)
         / len(groups)
         for name, (start, end) in spent.items()

@@ -9,15 +9,17 @@ in the system) where it says so:
     engines     X_E = X / (share of the places that are taken), places = actors x groups that one
                 generates at a time, and taken = rate of completions x time that a group takes a
                 place: each response takes its own until it ends    (Little)
+    episodes    X_N = X / (1 - share of the time in which an engine generates nothing, because all
+                of its episodes wait for their environments)
     verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little),
                 else no limit
     slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R
                 slots for a time that the slowest decide
 
-A starved learner is waiting for verifiers, engines or slots, in this order; a busy one is itself
-the limit, or its publications are. The predicted gain is up to the next limit. Two things make it
-too high: engines that generate more groups at a time generate each more slowly, and learner ranks
-do not divide a small step evenly.
+A starved learner is waiting for environments, verifiers, engines or slots, in this order; a busy
+one is itself the limit, or its publications are. The predicted gain is up to the next limit. Two
+things make it too high: engines that generate more groups at a time generate each more slowly, and
+learner ranks do not divide a small step evenly.
 
 Invariants: pure functions of metrics that are logged anyway; no advice without a gain of at least
 `WORTH` of the throughput, and none that the machine cannot follow; a watch names a limit that
@@ -37,7 +39,15 @@ from async_grpo.config.schema import Config
 from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
 
 Kind = Literal[
-    "balanced", "unclear", "learner", "publications", "engines", "verifier", "slots", "tail"
+    "balanced",
+    "unclear",
+    "learner",
+    "publications",
+    "engines",
+    "environments",
+    "verifier",
+    "slots",
+    "tail",
 ]
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
 """Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""
@@ -55,6 +65,7 @@ RATES = (
     "rollout/response_length",
     "rollout/tokens_per_s_per_response",
     "replay/ready_wait_s",
+    "rollout/longest_group_s",
 )
 DONE = (
     "replay/trained",
@@ -80,6 +91,10 @@ class ThroughputModel:
     responses: int
     places: float
     """Groups for which one rollout actor has room."""
+    open_episodes: int = 0
+    """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
+    masks: bool = False
+    """Tokens that are too old get weight 0, so that nothing waits for a long group."""
     whole: bool = False
     """A group keeps its place until its last verdict; else each response until it ends."""
     cores: int | None = None
@@ -99,6 +114,8 @@ class ThroughputModel:
             workers=config.task.verifier.workers,
             responses=responses,
             places=max_num_seqs / responses,
+            open_episodes=config.rollout.max_open_episodes or 2 * max_num_seqs,
+            masks=config.replay.on_stale == "mask",
             cores=cores,
         )
 
@@ -130,6 +147,8 @@ class Interval:
     response_s: float
     """What a response takes on average."""
     ready_wait_s: float
+    longest_s: float = 0.0
+    """What the slowest group of a step took."""
 
     @classmethod
     def between(
@@ -158,6 +177,7 @@ class Interval:
             verify_s=means["rollout/verify_s"],
             response_s=means["rollout/response_length"] / speed if speed else generate_s,
             ready_wait_s=means["replay/ready_wait_s"],
+            longest_s=means["rollout/longest_group_s"],
         )
 
 
@@ -214,6 +234,17 @@ def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     if (paused := seen.engine["paused"]) >= MUCH:
         why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
         return _publications(setup, seen, paused, why)
+    if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
+        most = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
+        return _verdict(
+            "environments",
+            f"{idle}: engines stand still for environments {waits:.0%} of their time",
+            seen,
+            min(limit, seen.rate / _rest(waits)),
+            {"rollout.max_open_episodes": most},
+            f"rollout.max_open_episodes {most} instead of {setup.open_episodes}, or more "
+            "environment.workers where environments compute",
+        )
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
         took_s = seen.generate_s if setup.whole else seen.response_s
@@ -274,6 +305,12 @@ def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float)
         if tail
         else "all slots are taken"
     )
+    step_s = setup.batch / seen.rate
+    if tail and not setup.masks and seen.longest_s > slots * step_s:
+        why += (
+            f"; the slowest takes {seen.longest_s:.2g} s, longer than the {slots} learner steps "
+            "that it may"
+        )
     return _verdict(
         "tail" if tail else "slots",
         f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}",
@@ -281,8 +318,13 @@ def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float)
         rate,
         {"replay.max_staleness": bound},
         f"replay.max_staleness {bound} instead of {setup.max_staleness}"
-        + ("; or replay.on_stale=mask, or a lower response_length" if tail else ""),
+        + (_shorter(setup) if tail else ""),
     )
+
+
+def _shorter(setup: ThroughputModel) -> str:
+    masks = "" if setup.masks else "replay.on_stale=mask, or "
+    return f"; or {masks}a lower response_length"
 
 
 def _publications(setup: ThroughputModel, seen: Interval, share: float, why: str) -> Bottleneck:

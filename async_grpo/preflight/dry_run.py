@@ -23,6 +23,8 @@ from async_grpo.cluster.placement import (
 from async_grpo.cluster.session import Survey, survey
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
+from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
@@ -44,7 +46,7 @@ from async_grpo.preflight.memory import (
 from async_grpo.preflight.model import known_model
 from async_grpo.rollout.engine_arguments import kv_cache_gb, max_num_seqs
 from async_grpo.runtime.text import counted
-from async_grpo.tasks.base import TaskError
+from async_grpo.tasks.base import Task, TaskError
 from async_grpo.tasks.data import quiet_hub
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.transport import resolve_backend
@@ -133,6 +135,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
     if placement is not None:
         warnings += _warnings(config, placement)
+    if checked:
+        warnings += _episode_warnings(config, load_task(config.task, config.seed))
     console.info(*[f"warning: {line}" for line in warnings] or ["no warnings"])
     refused = list(dict.fromkeys(refused))
     console.info(*[f"refused: {line}" for line in refused[:-1]])
@@ -300,6 +304,21 @@ def _placement(
                 f"{addresses[slot.node_id]}: {counted(slot.cpus, 'CPU')}, "
                 f"{counted(slot.gpus, 'GPU')}{cores}",
             )
+
+
+def _episode_warnings(config: Config, task: Task) -> Iterator[str]:
+    played = with_tools(task, config.environment.tools)
+    if not isinstance(played, HasEnvironment) or config.replay.on_stale == "mask":
+        return
+    steps = counted(config.replay.max_staleness + 1, "learner step")
+    late = {
+        "wait": "makes the learner wait for it",
+        "expire": "is thrown away and begun again, and is never trained if all are so long",
+    }[config.replay.on_stale]
+    yield (
+        f"an episode that takes longer than {steps} {late} (replay.on_stale: "
+        f"{config.replay.on_stale}); if yours may, set replay.on_stale: mask"
+    )
 
 
 def _warnings(config: Config, placement: Placement) -> Iterator[str]:

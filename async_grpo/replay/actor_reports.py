@@ -104,10 +104,24 @@ class ActorReports:
             _, is_failure, reason = name.partition("environment_")
             if is_failure:
                 counters[f"environment_failures/{reason}"] = name
-        if "turns" in total:
-            counters["forks"] = "forks"
         counted = {f"rollout/{name}": float(total[known]) for name, known in counters.items()}
-        return self.engine_times()[0] | counted
+        return self.engine_times()[0] | counted | _of_episodes(total)
+
+
+def _of_episodes(total: Mapping[str, float]) -> dict[str, float]:
+    """Measure what rollout actors count in episodes; nothing where there are none."""
+    if "turns" not in total:
+        return {}
+    ended = sum(count for name, count in total.items() if name.startswith("episodes_")) or 1
+    waited_s = total.get("waited_ms", 0) / 1000
+    found = {"forks": total.get("forks", 0), "environment_s": waited_s / ended}
+    for name, value in total.items():
+        kind, _, rest = name.partition("_")
+        if kind == "prefilled":
+            found[f"context_prefilled/{rest}"] = value
+        elif kind == "seen":
+            found[f"environment/{rest}"] = value / ended
+    return {f"rollout/{name}": float(value) for name, value in sorted(found.items())}
 
 
 def engine_times(

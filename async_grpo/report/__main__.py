@@ -46,6 +46,7 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
     draw: dict[str, Callable[[], plots.Figure | None]] = {
         "learning": partial(plots.learning, data),
         "rewards": partial(plots.rewards, data),
+        "episodes": partial(plots.episodes, data),
         "throughput": partial(plots.throughput, data),
         "lag": partial(plots.lag_histogram, data),
         "length_by_lag": partial(plots.length_by_lag, data),

@@ -60,7 +60,9 @@ summary { cursor: pointer; color: var(--soft); margin: 10px 0; } .two { columns:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Texts of a picture: file name, heading, meaning, and the sentence where nothing is drawn."""
+    """Texts of a picture: file name, heading, meaning, and the sentence where nothing is drawn;
+    without one there is no heading either.
+    """
 
     name: str
     title: str
@@ -80,6 +82,7 @@ def page(
     sections = [
         (plot.name, plot.title, _picture(plot, svg, notes.get(plot.name, ())))
         for plot, svg in pictures
+        if svg is not None or plot.absent
     ]
     sections += [
         ("samples", "Sample responses", _samples(data)),
@@ -181,6 +184,14 @@ PLOTS = (
         "where a policy finds a way around the task. Below, groups whose responses are all right "
         "or all wrong, which have no advantage, and responses that the limit cut off.",
         "No learner step told its rewards.",
+    ),
+    Plot(
+        "episodes",
+        "Episodes",
+        "Above, the turns of the trained episodes. Below, shares: of what ended them, and of the "
+        "tokens behind the prompts that the policy sampled. These are trained, what environments "
+        "said is not.",
+        "",
     ),
     Plot(
         "throughput",

@@ -30,7 +30,7 @@ BLUE, GREEN, ORANGE = "#3b82c4", "#3f9b62", "#d9722e"
 RED, PURPLE, GREY = "#c9404f", "#8a63b8", "#8b949e"
 SPARSE = 0.25
 """Share of the steps below which points are not joined: a line would invent what lies between."""
-_COMPONENT = "rollout/reward/"
+_COMPONENT, _ENDED = "rollout/reward/", "rollout/ended/"
 FATES = {
     "trained": GREEN,
     "masked": "#9cc46b",
@@ -136,6 +136,22 @@ def rewards(data: RunData) -> Figure | None:
     for axis, (curves, label) in zip(axes, parts, strict=True):
         _curves(axis, data, curves)
         axis.set_ylabel(label)
+        _legend_above(axis)
+    return figure
+
+
+def episodes(data: RunData) -> Figure | None:
+    """Draw turns per episode, why episodes ended, and what share of their tokens was sampled."""
+    if not data.series("rollout/turns")[0]:
+        return None
+    ends = {name for row in data.rows for name in row.values if name.startswith(_ENDED)}
+    figure, axes = _figure(2, share=True)
+    _curves(axes[0], data, {"mean": "rollout/turns", "most": "rollout/turns_max"})
+    axes[0].set_ylabel("turns of an episode")
+    shares = {name.removeprefix(_ENDED): name for name in sorted(ends)[: len(LAGS) - 1]}
+    _curves(axes[1], data, {"tokens sampled": "rollout/sampled_share"} | shares)
+    axes[1].set_ylabel("share")
+    for axis in axes:
         _legend_above(axis)
     return figure
 

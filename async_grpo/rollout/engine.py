@@ -137,7 +137,8 @@ class EngineError(RuntimeError):
 class Completion:
     """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included),
     labels by span of tokens. finish_reason: "" for a partial response. first_token: when the
-    request's first token came, in Unix seconds.
+    request's first token came, in Unix seconds. cached_tokens: of its prompt, which were not
+    computed again; salt: of the prefix cache, the label that was served when the request came.
     """
 
     token_ids: np.ndarray
@@ -145,6 +146,8 @@ class Completion:
     labels: list[tuple[str, int, int]]
     finish_reason: str
     first_token: float
+    cached_tokens: int = 0
+    salt: str = ""
 
     @property
     def versions(self) -> list[VersionSpan]:
@@ -306,9 +309,7 @@ class Engine:
         options = asdict(sampling)
         if options.pop("repetition"):
             longest, times = sampling.repetition
-            options["repetition_detection"] = RepetitionDetectionParams(
-                max_pattern_size=longest, min_count=times
-            )
+            options["repetition_detection"] = RepetitionDetectionParams(longest, 1, times)
         params = SamplingParams(
             **options,
             stop_token_ids=self.stop_token_ids,
@@ -317,8 +318,8 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps prefix caches of different versions apart.
-        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": self.serving}
+        salt = self.serving  # keeps prefix caches of different versions apart
+        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
         final = await self._counted.final(self._llm, prompt, params, name, purpose)
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(
@@ -328,7 +329,8 @@ class Engine:
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         try:
             outputs = sorted(final.outputs, key=lambda output: output.index)
-            return [_completion(output, first_token) for output in outputs]
+            seen = first_token, final.num_cached_tokens or 0, salt
+            return [_completion(output, *seen) for output in outputs]
         except EngineError:
             if purpose == "rollouts":
                 self._counted.cut_off[name] = sum(len(output.token_ids) for output in final.outputs)
@@ -571,7 +573,9 @@ def _set_environment(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _completion(output: CompletionOutput, first_token: float) -> Completion:
+def _completion(
+    output: CompletionOutput, first_token: float, cached_tokens: int = 0, salt: str = ""
+) -> Completion:
     length = len(output.token_ids)
     if output.finish_reason not in ("stop", "length", "repetition"):
         raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
@@ -590,4 +594,6 @@ def _completion(output: CompletionOutput, first_token: float) -> Completion:
         labels=labels,
         finish_reason=output.finish_reason,
         first_token=first_token,
+        cached_tokens=cached_tokens,
+        salt=salt,
     )

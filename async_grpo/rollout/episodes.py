@@ -16,7 +16,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +89,8 @@ class Episode:
     first_token: float = 0.0
     last_token: float = 0.0
     labels: set[str] = field(default_factory=set)
+    salt: str = ""
+    """Of the prefix cache, in the last turn."""
     said: list[str] = field(default_factory=list)
     """What policy and environment said in turn, for tables."""
 
@@ -188,7 +191,8 @@ class EpisodePlayer:
         """Play one episode. seed: of the environment. group: what it belongs to. Raises
         EnvironmentFailed, PromptTooLong, EngineError.
         """
-        opened, first = await self._pool.open(problem.reference, seed)
+        with self._waiting():
+            opened, first = await self._pool.open(problem.reference, seed)
         try:
             talk = self._begun(problem, first)
             episode = Episode(Session(talk.prompt_ids), dict.fromkeys(self._weights, 0.0))
@@ -213,6 +217,8 @@ class EpisodePlayer:
                     episode.finish_reason = reason
                     break
             self._counts[f"episodes_{episode.finish_reason}"] += 1
+            for name, value in episode.metrics.items():
+                self._counts[f"seen_{name}"] += value
             return episode
         except ContentError as error:
             raise EnvironmentFailed("wrong_type", str(error)) from error
@@ -221,6 +227,15 @@ class EpisodePlayer:
             raise
         finally:
             await asyncio.shield(opened.close())
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the seconds that an episode waits for its environment."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._counts["waited_ms"] += round(1000 * (time.monotonic() - began))
 
     def _begun(self, problem: Problem, first: Observation) -> Conversation:
         talk = Conversation(self._tokenizer, problem.prompt, first.content, chat=self._chat)
@@ -257,12 +272,30 @@ class EpisodePlayer:
             [done] = await self._engine.generate(tokens, one, purpose=purpose)
         else:
             done = await group.turn(self._engine, episode.session.tokens, one)
+        self._count_prefill(episode, done)
         episode.session.take(done)
         episode.first_token = episode.first_token or done.first_token
         episode.last_token = time.time()
         episode.labels |= {label for label, _, _ in done.labels}
         self._counts["turns"] += 1
         return done
+
+    def _count_prefill(self, episode: Episode, done: Completion) -> None:
+        """Count tokens that a turn has computed again, by cause: a row that begins anew, weights
+        that came since the turn before, or a prefix that the cache no longer (or never) had.
+        """
+        session, salt = episode.session, episode.salt
+        episode.salt = done.salt
+        computed = session.computed
+        if computed is None:
+            again, cause = session.length - done.cached_tokens, "fork"
+            again = again if session.forked else 0
+        else:
+            again, cause = (
+                computed - done.cached_tokens,
+                "cache" if salt == done.salt else "weights",
+            )
+        self._counts[f"prefilled_{cause}"] += max(0, again)
 
     def _said(
         self, episode: Episode, talk: Conversation, before: list[int], done: Completion
@@ -285,7 +318,8 @@ class EpisodePlayer:
             self._text(ids, special=False) if said.content == episode.said[-1] else said.content,
         )
         try:
-            answer = await opened.step(action)
+            with self._waiting():
+                answer = await opened.step(action)
         except EnvironmentFailed as error:
             if error.reason != "timeout" or self._config.environment.on_timeout == "fail_group":
                 raise

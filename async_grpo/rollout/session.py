@@ -78,6 +78,19 @@ class Session:
         return len(self._rows[-1].ids)
 
     @property
+    def computed(self) -> int | None:
+        """Tokens of the newest row that its last turn has computed, which leaves out what was said
+        last; None before its first turn.
+        """
+        row = self._rows[-1]
+        return len(row.prompt) + len(row.ids) - row.waiting - 1 if row.segments else None
+
+    @property
+    def forked(self) -> bool:
+        """Whether the newest row is not the first."""
+        return len(self._rows) > 1
+
+    @property
     def rows(self) -> list[SessionRow]:
         """The rows in which something was sampled, in order."""
         return [row for row in self._rows if row.segments]

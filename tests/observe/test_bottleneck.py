@@ -131,6 +131,40 @@ def test_in_a_run_each_response_takes_its_own_place() -> None:
     assert half[-1].kind == "slots" and half[-1].predicted_gain == pytest.approx(4.0), half[-1].text
 
 
+def test_engines_that_stand_still_for_environments_need_more_open_episodes() -> None:
+    told = lines(steps=6, starved=0.5, blocked=0.0, length=40.0)
+    for step, line in enumerate(told):
+        line["time/engine/working"] = line["time/engine/environment"] = step * 0.5
+    verdict = observed(told)[-1]
+    assert verdict.kind == "environments" and "for environments 50% of their" in verdict.text
+    assert verdict.advice == {"rollout.max_open_episodes": 64}
+
+
+@pytest.mark.parametrize(("slowest_s", "masks", "says"), [(1.9, 0, 0), (3.0, 0, 1), (3.0, 1, 0)])
+def test_a_group_that_outlasts_its_steps_is_named_and_masking_advised(
+    slowest_s: float, masks: int, says: int
+) -> None:
+    """A learner step takes 1 s, and max_staleness is 1."""
+    told = [
+        line | {"replay/ready_wait_s": 9.0, "rollout/longest_group_s": slowest_s}
+        for line in lines(steps=6, starved=0.5, blocked=0.4, length=40.0)
+    ]
+    settings = config()
+    settings = settings.model_copy(
+        update={
+            "replay": settings.replay.model_copy(
+                update={"on_stale": "mask" if masks else "wait", "max_staleness": 1}
+            )
+        }
+    )
+    observer = BottleneckWatch(ThroughputModel.of(settings, max_num_seqs=16))
+    verdict = [observer.observe(line) for line in told][-1]
+    assert verdict.kind == "tail"
+    named = f"the slowest takes {slowest_s:.2g} s, longer than the 2 learner steps" in verdict.text
+    assert named == bool(says)
+    assert ("replay.on_stale=mask" in verdict.text) != bool(masks)
+
+
 def test_one_verdict_per_interval_and_none_from_numbers_that_begin_again() -> None:
     told = lines(steps=14, starved=0.5, blocked=0.5, length=40.0)
     found = observed(told)

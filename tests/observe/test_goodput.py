@@ -312,11 +312,18 @@ async def test_the_driver_still_counts_a_dead_actor_when_the_queue_was_started_a
 
 def test_what_episodes_count_is_told_where_there_are_any() -> None:
     reports = ActorReports()
-    counters = (("turns", 9.0), ("forks", 2.0), ("environment_crash", 1.0))
+    counters = (
+        *(("turns", 9.0), ("forks", 2.0), ("environment_crash", 1.0)),
+        *(("episodes_env_done", 3.0), ("episodes_length", 1.0), ("waited_ms", 6000.0)),
+        *(("prefilled_weights", 70.0), ("prefilled_cache", 5.0), ("seen_tool_calls", 8.0)),
+    )
     reports.tell("a", ActorReport(TokenTotals(), counters=counters))
     reports.tell("b", ActorReport(TokenTotals(), counters=(("environment_crash", 2.0),)))
     told = reports.metrics()
     assert told["rollout/forks"] == 2.0 and told["rollout/environment_failures/crash"] == 3.0
+    assert told["rollout/environment_s"] == 1.5 and told["rollout/environment/tool_calls"] == 2.0
+    assert told["rollout/context_prefilled/weights"] == 70.0
+    assert told["rollout/context_prefilled/cache"] == 5.0
     plain = ActorReports()
     plain.tell("a", ActorReport(TokenTotals(), counters=(("groups", 7.0),)))
     assert not [name for name in plain.metrics() if "environment_f" in name or "forks" in name]

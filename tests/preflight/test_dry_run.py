@@ -15,8 +15,10 @@ import torch
 
 from async_grpo import run
 from async_grpo.config.load import load_config
+from async_grpo.config.schema import Config
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
+from async_grpo.preflight.dry_run import _episode_warnings
 from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     BUCKET_ELEMENTS,
@@ -25,6 +27,7 @@ from async_grpo.preflight.memory import (
     learner_memory,
     shape_of,
 )
+from async_grpo.tasks.registry import create_task
 from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
 
@@ -405,3 +408,31 @@ def test_a_task_that_is_not_there_is_one_sentence(capsys, monkeypatch, tmp_path)
     out = capsys.readouterr().out
     assert "error: there is no task 'nosuch'" in out and "groups x 8 responses" in out
     assert "engine 0" in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "says"),
+    [
+        ("wait", "longer than 3 learner steps makes the learner wait"),
+        ("expire", "longer than 3 learner steps is thrown away"),
+        ("mask", ""),
+    ],
+)
+def test_long_episodes_are_warned_of(on_stale: str, says: str) -> None:
+    def warnings(task: str, **environment: object) -> list[str]:
+        config = Config.model_validate(
+            {
+                "run": {"total_steps": 2},
+                "model": {"path": "m"},
+                "task": {"name": task},
+                "replay": {"max_staleness": 2, "on_stale": on_stale},
+                "environment": environment,
+            }
+        )
+        return [*_episode_warnings(config, create_task(config.task, 0))]
+
+    for found in (warnings("chain"), warnings("arithmetic", tools=["calculator"])):
+        assert [says in line and "replay.on_stale: mask" in line for line in found] == (
+            [True] if says else []
+        )
+    assert warnings("arithmetic") == []

@@ -352,6 +352,20 @@ def test_means_and_colours() -> None:
     )
 
 
+def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=8)
+    text = (run / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    for line in lines:
+        line |= {"rollout/turns": 2.5, "rollout/turns_max": 4.0, "rollout/sampled_share": 0.6}
+        line |= {"rollout/ended/env_done": 0.9, "rollout/ended/length": 0.1}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main([str(run)]) == 0
+    page = Page((run / "report" / "report.html").read_text(encoding="utf-8"))
+    assert list(page.sections) == [*SECTIONS[:2], "episodes", *SECTIONS[2:]]
+    assert "svg" in page.tags["episodes"] and (run / "report" / "episodes.png").stat().st_size
+
+
 def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert report.main([str(tmp_path)]) == 0

@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,54 @@ def test_an_episode_turn_by_turn() -> None:
     assert episode.turn_rewards == [{"value": 0.5}, {"value": 0.5}, {"value": 2.0}]
     assert (episode.first_token, episode.session.turns) == (1.0, 3)
     assert len({sampling.seed for _, sampling in engine.asked}) == 3, "a turn is no other's copy"
-    assert counts == {"turns": 3, "episodes_env_done": 1}
+    counted = {name: counts[name] for name in ("turns", "episodes_env_done", "forks")}
+    assert counted == {"turns": 3, "episodes_env_done": 1, "forks": 0}
+
+
+class Caching(Saying):
+    """Has so much of each prompt in its cache, under the salt of these weights."""
+
+    def __init__(self, *turns: str, seen: list[tuple[int, str]]) -> None:
+        super().__init__(*turns)
+        self.seen = list(seen)
+
+    async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+        [done] = await super().generate(*arguments, **options)
+        cached, salt = self.seen.pop(0)
+        return [replace(done, cached_tokens=cached, salt=salt)]
+
+
+def test_tokens_that_are_computed_again_are_counted_by_cause() -> None:
+    """Prompt 10 tokens; turns of 6, of which the engine has computed all but the last; answers of
+    3. Before turn 2 it has computed 15, before turn 3 24, before turn 4 33.
+    """
+    engine = Caching(
+        *["say a", "say b", "say c", "end 1"],
+        seen=[(0, "v0.0"), (15, "v0.0"), (8, "v0.0"), (0, "v0.1")],
+    )
+
+    async def main() -> Counter[str]:
+        async with player_of(engine, config_of()) as (player, _, counts):
+            await player.play(Problem("ask ", None), SAMPLING, seed=7)
+            return counts
+
+    counts = asyncio.run(main())
+    assert [counts[f"prefilled_{cause}"] for cause in ("fork", "cache", "weights")] == [0, 16, 33]
+    assert counts["waited_ms"] >= 0
+
+
+def test_a_turn_that_repeats_itself_ends_the_episode() -> None:
+    class Repeats(Saying):
+        async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+            [done] = await super().generate(*arguments, **options)
+            return [replace(done, finish_reason="repetition")]
+
+    async def main() -> Episode:
+        async with player_of(Repeats("say a"), config_of()) as (player, _, _counts):
+            return await player.play(Problem("ask ", None), SAMPLING, seed=7)
+
+    episode = asyncio.run(main())
+    assert (episode.finish_reason, episode.rewards) == ("repetition", {"value": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ _LINES = {
         ("rollout/response_length", "length {:.1f}"),
         ("rollout/truncated", "cut off {:.0%}"),
     ),
+    "episodes": (
+        ("rollout/turns", "{:.1f} turns"),
+        ("rollout/turns_max", "at most {:.0f}"),
+        ("rollout/sampled_share", "sampled {:.0%}"),
+        ("rollout/environment_s", "{:.2g} s in environments"),
+    ),
     "queue": (
         ("replay/ready", "{:.0f} ready"),
         ("replay/in_flight", "{:.0f} in flight"),
