@@ -227,7 +227,7 @@ class TaskConfig(Section):
     name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = (
         "arithmetic"
     )
-    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`, `chain`) or a path
+    """Built-in task (docs/tasks.md lists them: `arithmetic`, `gsm8k`, `chain`, ...) or a path
     `package.module:Class`.
     """
     train: str | None = None

@@ -28,6 +28,7 @@ SAMPLE_BYTES = 8 << 20
 _KEPT = re.compile(
     r"rollout/(score|response_length|response_tokens|truncated|accuracy|reward/.*)"
     r"|rollout/(all_right|all_wrong|zero_std)_groups"
+    r"|rollout/(turns|turns_max|sampled_share|ended/.*)"
     r"|train/(lag_mean|lag_max|loss|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
     r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)"
     r"|time/(step|wait|train|publish|learner_idle)"

@@ -353,7 +353,7 @@ def test_means_and_colours() -> None:
 
 
 def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=8)
+    run = make_run(tmp_path / "run")
     text = (run / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     for line in lines:

@@ -18,7 +18,8 @@ _MAIN = re.compile(
     r"eval/(?!problems|tokens|seconds).*"
     r"|rollout/(score|score_std|shaped_reward|accuracy|truncated|reward_kl|kl_coef|baseline_reward"
     r"|response_length(_right|_wrong)?|reward/.*|(all_wrong|all_right|zero_std)_groups"
-    r"|tokens_per_s_per_response)"
+    r"|tokens_per_s_per_response|turns(_max)?|sampled_share|ended/.*|environment_s"
+    r"|environment/.*)"
     r"|train/(loss|grad_norm|lr|entropy|kl|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess"
     r"|importance_weight|importance_ess|applied_weight|rejected|mismatch|mismatch_kl"
     r"|lag_mean|lag_max|row_length|padding|tokens_per_s)"
@@ -31,7 +32,8 @@ _MAIN = re.compile(
 )
 _COUNTED = re.compile(
     r"eval/(errors|skipped)"
-    r"|rollout/(verifier_errors.*|attempts_failed|continued_tokens)|train/repeated"
+    r"|rollout/(verifier_errors.*|attempts_failed|continued_tokens|forks"
+    r"|environment_failures/.*|context_prefilled/.*)|train/repeated"
     r"|goodput/(lost|expired|failed|refused|regenerated|rejected|unused)"
     r"|replay/(expired|failed|rejected|forfeited|late|invalid|overdue|retired|skipped|unused"
     r"|restarts|stale_tokens|unreadable|abandoned)"
