@@ -78,6 +78,8 @@ class Adventure:
 class AdventureGame:
     """One walk through a map."""
 
+    replayable = True
+
     def __init__(self, size: int) -> None:
         self._size = size
         self._exits: dict[tuple[int, int], set[str]] = {}

@@ -49,7 +49,11 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One episode. Methods may be plain, which run one at a time in their process, or `async`."""
+    """One episode. Methods may be plain, which run one at a time in their process, or `async`.
+
+    An attribute `replayable = True` says that the same reference, seed and actions always lead to
+    the same answers: then `checkpoint.partial_rollouts` may play an episode again after a resume.
+    """
 
     def reset(self, reference: Any, seed: int) -> Observation:
         """Begin. reference: of the problem; seed: the same for all episodes of a group. The content

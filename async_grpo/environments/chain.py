@@ -80,6 +80,8 @@ class Chain:
 class ChainEnvironment:
     """Looks up pointers, and judges the answer; who gives none is wrong."""
 
+    replayable = True
+
     def __init__(self) -> None:
         self._table: list[int] = []
         self._answer = -1

@@ -67,6 +67,7 @@ class EnvironmentPool:
         "not_sendable",
         "start",
         "closed",
+        "replay",
     )
 
     def __init__(

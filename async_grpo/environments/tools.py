@@ -97,6 +97,8 @@ class TaskWithTools:
 class _Scored:
     """A task's `score` as an environment of one turn."""
 
+    replayable = True
+
     def __init__(self, task: Task) -> None:
         self._task = task
         self._reference: Any = None
@@ -121,6 +123,8 @@ class ToolEnvironment:
         self._functions = {
             name: pydantic.validate_call(function) for name, function in functions.items()
         }
+        parts = [inner, *functions.values()]
+        self.replayable = all(getattr(part, "replayable", False) for part in parts)
         self._later = {name for name, one in functions.items() if _is_async(one)}
         # plain methods run one at a time in their process; several `async` ones wait together
         self.step = self._step_later if self._later or _is_async(inner.step) else self._step

@@ -139,10 +139,13 @@ class _Letters:
 def _check_episodes(config: Config, task: Task) -> None:
     """Refuse what plain responses have and episodes do not, and tools that cannot be described."""
     played = with_tools(task, config.environment.tools)
-    if isinstance(played, HasEnvironment) and config.checkpoint.partial_rollouts:
+    environment = played.environment() if isinstance(played, HasEnvironment) else None
+    stays = environment is None or getattr(environment, "replayable", False)
+    if config.checkpoint.partial_rollouts and not stays:
         raise SetupError(
-            f"`checkpoint.partial_rollouts` is true, but the responses of task {config.task.name} "
-            "are episodes: an environment cannot be put back to where it was; set it to false, "
+            "`checkpoint.partial_rollouts` is true, but the environment of task "
+            f"{config.task.name} does not say that it can be put back to where it was "
+            "(`replayable = True`: the same actions lead to the same answers); set it to false, "
             "and groups under way are generated again after a resume"
         )
     tools = played.tools if isinstance(played, TaskWithTools) else []

@@ -40,7 +40,7 @@ from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong, as_rows
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
-from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
+from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
@@ -307,7 +307,8 @@ class RolloutActor:
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
         """Partial responses of all groups in generation, or that the queue has by now."""
-        growing = [work.generation for work in self._groups.values() if work.generation is not None]
+        under_way = [work.generation or work.play for work in self._groups.values()]
+        growing = [one for one in under_way if one is not None]
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
     async def close(self) -> None:
@@ -458,8 +459,11 @@ class RolloutActor:
         def changed(generating: bool) -> None:
             self._enter(work, "generating" if generating else "environment")
 
-        work.play = GroupPlay(changed)
         wanted = [one for sampling in self._wanted(ticket) for one in [sampling] * sampling.n]
+        begun: list[list[Turn]] = []
+        if self._partials is not None:
+            begun = self._partials.take_turns(ticket, len(wanted), self._counts)
+        work.play = GroupPlay(self.parts.engine, ticket, changed, begun)
         seed = _hash63(config.seed, "environment", ticket.group_id)
         plays = []
         for number, one in enumerate(wanted):

@@ -30,8 +30,10 @@ from async_grpo.groups import Row
 from async_grpo.rollout.chat_format import ChatFormat, Said
 from async_grpo.rollout.conversation import ContentError, Conversation
 from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
+from async_grpo.rollout.partial import EMPTY, Turn, digest, join
 from async_grpo.rollout.session import Session
 from async_grpo.tasks.base import Problem, Score
+from async_grpo.wire.codec import GroupTicket
 
 _NUMBERS = itertools.count()
 
@@ -109,14 +111,35 @@ class Episode:
         )
 
 
+@dataclass
+class _Played:
+    """One episode of a group: its turns so far, and the name of the one that is generated."""
+
+    begun: list[Turn]
+    """Turns of a checkpoint that are still to be played again."""
+    turns: list[Turn] = field(default_factory=list)
+    running: tuple[str, Turn] | None = None
+    """Request, and what stands before it, with what a checkpoint has of it."""
+
+
 class GroupPlay:
     """The episodes of one group while they are played."""
 
-    def __init__(self, changed: Callable[[bool], None]) -> None:
-        """Take what is told whether a turn is generated now, whenever that changes."""
+    def __init__(
+        self,
+        engine: Engine,
+        ticket: GroupTicket,
+        changed: Callable[[bool], None],
+        begun: Sequence[Sequence[Turn]] = (),
+    ) -> None:
+        """Take what is told whether a turn is generated now, whenever that changes, and the turns
+        that a checkpoint has begun, by episode.
+        """
+        self.ticket, self.prompt_ids = ticket, list[int]()
         self.sessions: list[Session] = []
-        self._changed, self._running = changed, 0
-        self._cut_off = 0
+        self._engine, self._changed = engine, changed
+        self._running = self._cut_off = 0
+        self._begun, self._episodes = [list(turns) for turns in begun], list[_Played]()
 
     @property
     def tokens(self) -> int:
@@ -133,21 +156,81 @@ class GroupPlay:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def turn(self, engine: Engine, tokens: list[int], sampling: Sampling) -> Completion:
-        """Generate one turn."""
-        name = f"e{next(_NUMBERS)}"
+    def join(self) -> int:
+        """Return the number of a new episode."""
+        number = len(self._episodes)
+        self._episodes.append(_Played(self._begun[number] if self._begun else []))
+        return number
+
+    def is_replayed(self, episode: int) -> bool:
+        """Whether turns of a checkpoint are still to be played to the episode's environment."""
+        return bool(self._episodes[episode].begun)
+
+    async def turn(self, episode: int, tokens: list[int], sampling: Sampling) -> Completion:
+        """Generate one turn, or the rest of it; or say what a checkpoint has. Raises
+        EnvironmentFailed("replay") where something else stands before it than stood there then.
+        """
+        played, before = self._episodes[episode], digest(tokens)
+        start = EMPTY
+        if played.begun:
+            known = played.begun.pop(0)
+            start = known.said
+            whole = bool(start.finish_reason)
+            if known.before != before or len(start.token_ids) + (not whole) > sampling.max_tokens:
+                raise EnvironmentFailed(
+                    "replay", "the environment did not say again what it said before the resume"
+                )
+            if whole:
+                played.turns.append(known)
+                return start
+        done = await self._rest(played, Turn(before, start), tokens, sampling)
+        played.turns.append(Turn(before, done))
+        return done
+
+    async def _rest(
+        self, played: _Played, turn: Turn, tokens: list[int], sampling: Sampling
+    ) -> Completion:
+        start, name = turn.said, f"e{next(_NUMBERS)}"
+        room = sampling.max_tokens - len(start.token_ids)
         self._running += 1
         self._changed(True)
+        played.running = name, turn
         try:
-            [done] = await engine.generate(tokens, sampling, name=name)
-            return done
+            [done] = await self._engine.generate(
+                tokens + start.token_ids.tolist(), replace(sampling, max_tokens=room), name=name
+            )
         except BaseException:
-            self._cut_off += engine.cut_off(name)
+            self._cut_off += self._engine.cut_off(name)
             raise
         finally:
+            played.running = None
             self._running -= 1
             if not self._running:
                 self._changed(False)
+        if not len(start.token_ids):
+            return done
+        return replace(join(start, done), cached_tokens=done.cached_tokens, salt=done.salt)
+
+    def so_far(self) -> list[Completion]:
+        """Return all turns of all episodes; see `turns`."""
+        return [turn.said for turns in self._so_far() for turn in turns]
+
+    def turns(self) -> list[list[bytes]]:
+        """Return of each episode what stood before each of its turns."""
+        return [[turn.before for turn in turns] for turns in self._so_far()]
+
+    def _so_far(self) -> list[list[Turn]]:
+        found = []
+        for played in self._episodes:
+            turns = [*played.turns, *played.begun]
+            if played.running is not None:
+                name, turn = played.running
+                grown = self._engine.so_far(name).get(0)
+                said = turn.said if grown is None else join(turn.said, grown)
+                if len(said.token_ids):
+                    turns.append(Turn(turn.before, said))
+            found.append(turns)
+        return found
 
 
 class EpisodePlayer:
@@ -191,6 +274,7 @@ class EpisodePlayer:
         """Play one episode. seed: of the environment. group: what it belongs to. Raises
         EnvironmentFailed, PromptTooLong, EngineError.
         """
+        number = None if group is None else group.join()
         with self._waiting():
             opened, first = await self._pool.open(problem.reference, seed)
         try:
@@ -201,7 +285,7 @@ class EpisodePlayer:
             invalid = 0
             for turn in itertools.count(1):
                 before = episode.session.tokens
-                done = await self._turn(episode, sampling, turn, purpose, group)
+                done = await self._turn(episode, sampling, turn, purpose, group, number)
                 said = self._said(episode, talk, before, done)
                 answer = await self._answer(opened, episode, said, done)
                 if answer is None:
@@ -216,6 +300,8 @@ class EpisodePlayer:
                 if room < 1:  # the answer leaves no place for another turn
                     episode.finish_reason = reason
                     break
+            if group is not None and number is not None and group.is_replayed(number):
+                raise EnvironmentFailed("replay", "the environment ended before it had")
             self._counts[f"episodes_{episode.finish_reason}"] += 1
             for name, value in episode.metrics.items():
                 self._counts[f"seen_{name}"] += value
@@ -263,15 +349,16 @@ class EpisodePlayer:
         turn: int,
         purpose: Purpose,
         group: GroupPlay | None,
+        number: int | None,
     ) -> Completion:
         room, _ = self._room(episode)
         seed = None if sampling.seed is None else (sampling.seed + turn) % 2**63
         one = replace(sampling, n=1, max_tokens=room, seed=seed)
-        if group is None:
+        if group is None or number is None:
             tokens = episode.session.tokens
             [done] = await self._engine.generate(tokens, one, purpose=purpose)
         else:
-            done = await group.turn(self._engine, episode.session.tokens, one)
+            done = await group.turn(number, episode.session.tokens, one)
         self._count_prefill(episode, done)
         episode.session.take(done)
         episode.first_token = episode.first_token or done.first_token
@@ -284,6 +371,8 @@ class EpisodePlayer:
         """Count tokens that a turn has computed again, by cause: a row that begins anew, weights
         that came since the turn before, or a prefix that the cache no longer (or never) had.
         """
+        if not done.salt:  # of a checkpoint: nothing was computed
+            return
         session, salt = episode.session, episode.salt
         episode.salt = done.salt
         computed = session.computed

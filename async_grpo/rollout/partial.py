@@ -8,6 +8,9 @@ and arrays as bytes.
     generate --so_far--> encode -> driver -> partial.msgpack -> PartialFile.take -> prefixes
         -> prompt + tokens of the prefix -> generate -> join
 
+Of episodes the turns are kept, with a digest of the tokens that stood before each: a resumed run
+plays them to a new environment (`PartialFile.take_turns`), which must say the same again.
+
 Invariants: tokens, log-probs and version labels of a prefix never change; tokens generated after it
 carry their own; a response that had ended stays as it is. Nothing is unpickled, every length is
 checked, and a prefix that does not fit the group (another prompt, other sizes, another ticket) is
@@ -24,8 +27,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import msgpack
 import numpy as np
@@ -39,11 +43,45 @@ FILE = "partial.msgpack"
 _NUMBERS = itertools.count()
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _ROW = len(PartialStart._fields) + 1
-_MAX_NAME = 64
+_MAX_NAME, _DIGEST = 64, 8
 
 
 class PartialError(ValueError):
     """The file does not hold partial rollouts."""
+
+
+class Growing(Protocol):
+    """A group while it is generated."""
+
+    @property
+    def ticket(self) -> GroupTicket:
+        """Whose group it is."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Its prompt; empty for episodes, whose first words are their environments'."""
+
+    def so_far(self) -> list[Completion]:
+        """Return the partial responses, or all turns of all episodes; empty before a token."""
+
+    def turns(self) -> list[list[bytes]]:
+        """Return of each episode, for each of its turns in `so_far`, the digest of the tokens
+        before it; nothing for plain responses.
+        """
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of an episode in a checkpoint: whole, or with `finish_reason` "", the last one."""
+
+    before: bytes
+    """`digest` of the tokens that stood before it."""
+    said: Completion
+
+
+def digest(tokens: Sequence[int]) -> bytes:
+    """Name a sequence of tokens in 8 bytes."""
+    return blake2b(np.asarray(tokens, _INT32).tobytes(), digest_size=_DIGEST).digest()
 
 
 @dataclass(frozen=True)
@@ -117,6 +155,10 @@ class PartialGeneration:
         count = len(self._prefixes) or sum(request.sampling.n for request in self._requests)
         return [self._response(index, grown.get(index)) for index in range(count)]
 
+    def turns(self) -> list[list[bytes]]:
+        """See `Growing.turns`: plain responses have none."""
+        return []
+
     async def _generate(self, request: _Request) -> None:
         try:
             answers = await self._engine.generate(
@@ -155,9 +197,9 @@ def join(start: Completion, rest: Completion) -> Completion:
     )
 
 
-def encode(generation: PartialGeneration, *, max_bytes: int) -> tuple[PartialStart, bytes] | None:
+def encode(generation: Growing, *, max_bytes: int) -> tuple[PartialStart, bytes] | None:
     """Encode the partial responses of one group; None without a token, or above `max_bytes`."""
-    ticket, responses = generation.ticket, generation.so_far()
+    ticket, responses, turns = generation.ticket, generation.so_far(), generation.turns()
     tokens = sum(len(one.token_ids) for one in responses)
     if not tokens:
         return None
@@ -176,6 +218,7 @@ def encode(generation: PartialGeneration, *, max_bytes: int) -> tuple[PartialSta
                 for one in responses
             ],
         }
+        | ({"turns": turns} if turns else {})
     )
     if len(packed) > max_bytes:
         return None
@@ -185,7 +228,7 @@ def encode(generation: PartialGeneration, *, max_bytes: int) -> tuple[PartialSta
 
 
 async def encode_all(
-    groups: Sequence[PartialGeneration], *, max_bytes: int
+    groups: Sequence[Growing], *, max_bytes: int
 ) -> list[tuple[PartialStart, bytes]]:
     """`encode` every group that has a token; other calls run in between."""
     found = []
@@ -253,19 +296,29 @@ class PartialFile:
         counts["continued_tokens"] += sum(len(one.token_ids) for one in prefixes)
         return prefixes
 
+    def take_turns(
+        self, ticket: GroupTicket, wanted: int, counts: Counter[str]
+    ) -> list[list[Turn]]:
+        """Take the turns of a ticket's `wanted` episodes, once, and count tokens; empty where none
+        fits.
+        """
+        try:
+            _, responses, turns = self._found(ticket)
+        except (PartialError, OSError):
+            counts["continued_unreadable"] += 1
+            return []
+        if len(turns) != wanted or sum(map(len, turns)) != len(responses):
+            return []
+        counts["continued_tokens"] += sum(len(one.token_ids) for one in responses)
+        said = iter(responses)
+        return [[Turn(before, next(said)) for before in episode] for episode in turns]
+
     def _take(
         self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]
     ) -> list[Completion]:
-        if ticket.group_id not in self._rows:
-            return []
-        start = self._rows[ticket.group_id][0]
-        if (start.attempt, start.version) != (ticket.attempt, ticket.policy_version):
-            return []
-        packed = self.packed(ticket.group_id)
-        del self._rows[ticket.group_id]
-        prompt, responses = _decode(packed)
+        prompt, responses, turns = self._found(ticket)
         limits = [sampling.max_tokens for sampling in wanted for _ in range(sampling.n)]
-        if prompt != prompt_ids or len(responses) != len(limits):
+        if prompt != prompt_ids or turns or len(responses) != len(limits):
             return []
         if any(
             len(one.token_ids) + (not one.finish_reason) > limit
@@ -273,6 +326,16 @@ class PartialFile:
         ):
             return []
         return responses
+
+    def _found(self, ticket: GroupTicket) -> tuple[list[int], list[Completion], list[list[bytes]]]:
+        """Take what is there for a ticket. Raises PartialError, OSError."""
+        start = self._rows[ticket.group_id][0] if ticket.group_id in self._rows else None
+        asked = ticket.attempt, ticket.policy_version
+        if start is None or (start.attempt, start.version) != asked:
+            return [], [], []
+        packed = self.packed(ticket.group_id)
+        del self._rows[ticket.group_id]
+        return _decode(packed)
 
     def close(self) -> None:
         """Close the file."""
@@ -318,15 +381,17 @@ def _unpacker(file: BinaryIO | None, size: int) -> msgpack.Unpacker:
     )
 
 
-def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
-    """Prompt and partial responses of one group."""
+def _decode(packed: bytes) -> tuple[list[int], list[Completion], list[list[bytes]]]:
+    """Prompt and partial responses of one group; of episodes, what stood before each turn."""
     unpacker = _unpacker(None, len(packed))
     unpacker.feed(packed)
     try:
         group = unpacker.unpack()
-        return np.frombuffer(group["prompt"], _INT32).tolist(), [
-            _response_of(one) for one in group["responses"]
-        ]
+        prompt = np.frombuffer(group["prompt"], _INT32).tolist()
+        turns = [list(episode) for episode in group.get("turns", [])]
+        if any(type(one) is not bytes or len(one) != _DIGEST for each in turns for one in each):
+            raise ValueError("a digest is none")
+        return prompt, [_response_of(one) for one in group["responses"]], turns
     except (msgpack.UnpackException, ValueError, TypeError, LookupError, RecursionError) as error:
         raise PartialError(f"these are not the responses of a group: {error}") from error
 
@@ -343,7 +408,7 @@ def _response_of(plain: dict[str, Any]) -> Completion:
         at = end
     if (
         not len(tokens) == len(logprobs) == at
-        or plain["finish"] not in ("", "stop", "length")
+        or plain["finish"] not in ("", "stop", "length", "repetition")
         or (plain["finish"] and not len(tokens))
     ):
         raise ValueError(

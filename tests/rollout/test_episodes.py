@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator
+from async_grpo.rollout.partial import FILE, PartialFile, Turn, encode, write_file
 from async_grpo.tasks.base import Problem
-from async_grpo.wire.codec import decode_group
+from async_grpo.wire.codec import GroupTicket, decode_group
 from tests.support.environments import TaskOfTold
 from tests.support.rollout_parts import Parts
 
@@ -301,7 +303,7 @@ def test_one_episode_that_hangs_is_the_only_one_it_harms() -> None:
 
     async def main() -> list[Episode]:
         async with asyncio.timeout(60), player_of(engine, config_of()) as (player, *_):
-            group = GroupPlay(lambda generating: None)
+            group = GroupPlay(engine, TICKET, lambda generating: None)
             plays = [
                 player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(8)
             ]
@@ -318,7 +320,7 @@ def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> Non
 
     async def main() -> tuple[GroupPlay, int]:
         async with asyncio.timeout(60), player_of(engine, config_of()) as (player, pool, _):
-            group = GroupPlay(lambda generating: None)
+            group = GroupPlay(engine, TICKET, lambda generating: None)
             plays = [
                 player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(2)
             ]
@@ -458,3 +460,125 @@ def test_samples_of_held_out_problems_are_episodes_of_their_own() -> None:
 def test_an_evaluation_of_other_weights_is_refused() -> None:
     with pytest.raises(EngineError, match=r"evaluation of v0\.3 got tokens that v0\.4"):
         evaluate(Saying(*["end 1"] * 2, version=4), n=0)
+
+
+class Stopping(Saying):
+    """Says the turns, the first two at the same time, and stays in the third after two tokens."""
+
+    def __init__(self, *turns: str) -> None:
+        super().__init__(*turns)
+        self.growing: dict[str, Completion] = {}
+        self.stopped, self.both = asyncio.Event(), asyncio.Barrier(2)
+
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, *, name: str = "", purpose: str = "rollouts"
+    ) -> list[Completion]:
+        if not self.turns:
+            await asyncio.Event().wait()
+        last = len(self.turns) == 1
+        [done] = await super().generate(tokens, sampling, name=name, purpose=purpose)
+        if not last:
+            await self.both.wait()
+            return [done]
+        self.growing[name] = Completion(
+            done.token_ids[:2], done.logprobs[:2], [(done.labels[0][0], 0, 2)], "", 0.0
+        )
+        self.stopped.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def so_far(self, name: str) -> dict[int, Completion]:
+        return {0: self.growing[name]} if name in self.growing else {}
+
+
+TICKET = GroupTicket(3, 1, 0)
+
+
+def interrupted(tmp_path: Path, *turns: str) -> list[list[Turn]]:
+    """What a checkpoint has of a group of two, which is interrupted in the last of these turns."""
+
+    async def main() -> None:
+        engine = Stopping(*turns)
+        async with player_of(engine, config_of()) as (player, _, _counts):
+            group = GroupPlay(engine, TICKET, lambda generating: None)
+            plays = [
+                player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(2)
+            ]
+            playing = asyncio.ensure_future(group.all(plays))
+            await asyncio.wait_for(engine.stopped.wait(), 20)
+            encoded = encode(group, max_bytes=2**20)
+            assert encoded is not None and encoded[0].responses == 1
+            write_file(tmp_path, [encoded])
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+
+    asyncio.run(main())
+    counts: Counter[str] = Counter()
+    file = PartialFile(tmp_path / FILE)
+    assert file.take_turns(GroupTicket(3, 2, 0), 2, counts) == [], "another attempt"
+    found = file.take_turns(TICKET, 2, counts)
+    assert counts["continued_tokens"] == sum(
+        len(turn.said.token_ids) for turns in found for turn in turns
+    )
+    assert file.take_turns(TICKET, 2, counts) == [], "once"
+    file.close()
+    return found
+
+
+class GoingOn(Saying):
+    """Completes the turn that was cut off, and ends what comes after it."""
+
+    async def generate(self, tokens: list[int], *more: Any, **options: Any) -> list[Completion]:
+        self.turns = ["y d" if bytes(tokens).endswith(b"sa") else "end 1"]
+        return await super().generate(tokens, *more, **options)
+
+
+def resumed(begun: list[list[Turn]]) -> tuple[list[Episode], Saying]:
+    async def main() -> tuple[list[Episode], Saying]:
+        engine = GoingOn(version=9)
+        async with player_of(engine, config_of()) as (player, _, _counts):
+            group = GroupPlay(engine, TICKET, lambda generating: None, begun)
+            plays = [
+                player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(2)
+            ]
+            return await group.all(plays), engine
+
+    return asyncio.run(main())
+
+
+def test_episodes_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) -> None:
+    begun = interrupted(tmp_path, "say a", "say b", "say c")
+    assert [[len(turn.said.token_ids) for turn in turns] for turns in begun] in (
+        [[6, 2], [6]],
+        [[6], [6, 2]],
+    )
+    [at] = [number for number, turns in enumerate(begun) if len(turns) == 2]
+    episodes, engine = resumed(begun)
+    texts = [
+        bytes(row.response_ids.tolist()) for episode in episodes for row in episode.session.rows
+    ]
+    assert texts[at][:6] in (b"say a\x01", b"say b\x01")
+    assert texts[at][9:] == b"say d\x01d 2end 1\x01" and texts[1 - at][9:] == b"end 1\x01"
+    assert len(engine.asked) == 3, "what had been said is not said again"
+    [row] = episodes[at].session.rows
+    versions = [(span.policy_version, span.end) for span in row.versions]
+    assert versions[-2:] == [(2, 8), (9, 18)], "two tokens of the turn are older than its rest"
+    assert [episode.rewards["value"] for episode in episodes] == (
+        [2.0, 1.5] if at == 0 else [1.5, 2.0]
+    )
+
+
+def test_an_environment_that_says_something_else_fails_the_group(tmp_path: Path) -> None:
+    begun = interrupted(tmp_path, "say a", "say b", "say c")
+    wrong = [[Turn(b"12345678", turn.said) for turn in turns] for turns in begun]
+    with pytest.raises(EnvironmentFailed, match="did not say again"):
+        resumed(wrong)
+
+
+def test_an_environment_that_ends_earlier_than_it_did_fails_the_group(tmp_path: Path) -> None:
+    begun = interrupted(tmp_path, "say a", "say b", "say c")
+    said = np.array([*b"end 1", STOP], np.int32)
+    end = Completion(said, np.zeros(6, np.float32), [("v0.0", 0, 6)], "stop", 0.0)
+    early = [[replace(turns[0], said=end), *turns] for turns in begun]
+    with pytest.raises(EnvironmentFailed, match="ended before it had"):
+        resumed(early)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.chain import Chain, ChainEnvironment
 from async_grpo.rollout.session import SessionRow
+
+SLOW_S = 0.2
 
 
 class _Blank(ChainEnvironment):
@@ -38,6 +41,19 @@ class ShiftedChain(Chain):
 
     def environment(self) -> ChainEnvironment:
         return _Next()
+
+
+class _Slow(ChainEnvironment):
+    async def step(self, action: Action) -> Observation:  # type: ignore[override]
+        await asyncio.sleep(SLOW_S)
+        return super().step(action)
+
+
+class SlowChain(Chain):
+    """Its environments take about as long as a turn is generated on two cores."""
+
+    def environment(self) -> ChainEnvironment:
+        return _Slow()
 
 
 class TurnedChain(Chain):

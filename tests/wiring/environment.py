@@ -23,6 +23,7 @@ from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem
+from async_grpo.wire.codec import GroupTicket
 from tests.support.chat_templates import HERMES
 from tests.support.renderer_families import renderer_of_family
 from tests.support.tools import Asks
@@ -108,7 +109,7 @@ async def _played(config: Config, answer: Any, *, long: bool) -> Any:
     )
     sampling = Sampling(n=1, max_tokens=0, temperature=1.0)
     try:
-        group = GroupPlay(lambda generating: None)
+        group = GroupPlay(engine, GroupTicket(0, 1, 0), lambda generating: None)
         episode = await player.play(Problem("ab", None), sampling, seed=3, group=group)
     except EnvironmentFailed as error:
         return engine.asked, error.reason
