@@ -27,6 +27,7 @@ LONG = ("tests/wiring/", "tests/replay/test_journal.py", "tests/learner/", "test
 SYSTEM = (
     "tests/chaos/test_resume.py",
     "tests/chaos/test_chaos.py",
+    "tests/chaos/test_chaos_episodes.py",
     "tests/system/test_jobs.py",
     "tests/system/test_command_line.py",
     "tests/weights/test_publication.py",

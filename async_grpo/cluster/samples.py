@@ -18,7 +18,7 @@ from async_grpo.cluster.queue import DriverQueue
 from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
-from async_grpo.runtime.text import last_line
+from async_grpo.runtime.text import dialogue, last_line
 from async_grpo.wire.codec import Batch, Group, Row, decode_group, unpack_frames
 
 GROUPS = 2
@@ -97,7 +97,7 @@ class TrainingSamples:
                 "source": "training",
                 "group_id": group.group_id,
                 "prompt": decode(group.prompts[row.prompt].tolist()),
-                "response": decode(row.response_ids.tolist()),
+                "response": _said(row, decode),
                 "tokens": len(row.behavior_logprobs),
                 "rewards": row.rewards,
                 "verdict": row.verdict,
@@ -109,6 +109,19 @@ class TrainingSamples:
 
     def _reward(self, row: Row) -> float:
         return sum(weight * row.rewards.get(name, 0.0) for name, weight in self._weights.items())
+
+
+def _said(row: Row, decode: Decode) -> str:
+    """Decode a response; of an episode turn by turn."""
+    parts, at = [], 0
+    for context, sampled in row.segments:
+        middle, end = at + context, at + context + sampled
+        if parts or context:
+            parts.append(decode(row.response_ids[at:middle].tolist()))
+        parts.append(decode(row.response_ids[middle:end].tolist()))
+        at = end
+    first_is_environment = bool(row.segments and row.segments[0][0])
+    return dialogue(["", *parts] if first_is_environment else parts)
 
 
 class EvaluationSamples:

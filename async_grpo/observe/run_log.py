@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # Ray takes a second to import
     from async_grpo.cluster.prometheus import Exported
 
 
+WRONG_SAMPLER = 0.1
+"""Mean difference of log-probs that no number format explains: bfloat16 has some hundredths."""
+
+
 class RunLog:
     """What a run tells. `tracker`, `gauges` and `saver` are None until they begin."""
 
@@ -29,6 +33,7 @@ class RunLog:
         self.saver: Saver | None = None
         self.total_steps = 0
         """What is shown as the last step."""
+        self._told_sampler = False
         self.newest_step = 0
         """Learner step of the newest metrics that count: a repeated one up to it is not new."""
 
@@ -51,6 +56,14 @@ class RunLog:
         if self.gauges is not None:
             self.gauges.update(step, metrics)
         self._console.logged(step, self.total_steps, metrics)
+        error = metrics.get("weights/sampler_error", 0.0)
+        if error > WRONG_SAMPLER and not self._told_sampler:
+            self._told_sampler = True
+            self._console.error(
+                f"step {step}: on tokens of the same weights the learner's log-probs differ from "
+                f"the engines' by {error:.2g} on average (weights/sampler_error): what is trained "
+                "is not what was sampled (docs/failures.md)"
+            )
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Record responses, a row each."""

@@ -24,6 +24,7 @@ from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, PromptTooLong
+from async_grpo.runtime.text import dialogue
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -159,7 +160,7 @@ class EngineEvaluator:
             if isinstance(each, Episode):
                 _check_labels(each.labels, label)
                 results.append(Score(each.rewards, each.verdict))
-                answer.texts.append("\n".join(each.said))
+                answer.texts.append(dialogue(each.said))
                 answer.lengths.append(each.session.sampled)
             elif isinstance(each, EnvironmentFailed):
                 results.append(VerifierError(each.reason, str(each)))

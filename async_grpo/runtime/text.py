@@ -23,6 +23,14 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     )
 
 
+def dialogue(said: Sequence[str]) -> str:
+    """Write down what policy and environment said in turn; what one said alone stays as it is."""
+    if len(said) == 1:
+        return said[0]
+    who = ("policy", "environment")
+    return "\n".join(f"{who[number % 2]}: {text}" for number, text in enumerate(said))
+
+
 def without_colours(text: str) -> str:
     """Remove the colours that Ray and others put into their texts."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -3,6 +3,8 @@
     python -m tests.chaos --count N [--seed SEED] [--start START] [--out FILE]      inject faults
                                                                                     START to N - 1
                                                                                     of this seed
+    ... --episodes                                                                  in a run of
+                                                                                    episodes
     python -m tests.chaos --table FILE                                              the table of
                                                                                     what the file
                                                                                     holds
@@ -40,7 +42,7 @@ def kinds_of(part: int, seed: int) -> list[str]:
     return random.Random(f"{seed}-{part}").sample(KINDS, len(KINDS))
 
 
-def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
+def one_part(kinds: list[str], *, first: int, seed: int, out: Path, episodes: bool = False) -> bool:
     """Start a run, strike it with these kinds, end it and check it. Whether it survived all of
     them.
     """
@@ -48,7 +50,8 @@ def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
     server = Server(home)
     server.start()
     server.wait()
-    run = Run(home, case.settings(home, ranks=1 + first // len(KINDS) % 2, uri=server.uri))
+    settings = case.episodes if episodes else case.settings
+    run = Run(home, settings(home, ranks=1 + first // len(KINDS) % 2, uri=server.uri))
     number = first
     try:
         with case.small_disk(run) as mounted:
@@ -77,6 +80,8 @@ def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
             run.note_belongings()
             end(run)
             counts = account.check(run, batch=case.R)
+            if episodes:
+                counts |= account.environments_closed(run)
             if "kill driver" in kinds:
                 account.continued_in_recorded_steps(run)
             _nothing_left(run)
@@ -153,6 +158,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/chaos.jsonl"))
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--episodes", action="store_true")
     arguments = parser.parse_args()
     if arguments.table is not None:
         print(table(arguments.table))
@@ -162,7 +168,9 @@ def main() -> int:
     while index < arguments.count:
         part, inside = divmod(index, len(KINDS))
         kinds = kinds_of(part, arguments.seed)[inside : inside + arguments.count - index]
-        survived &= one_part(kinds, first=index, seed=arguments.seed, out=arguments.out)
+        survived &= one_part(
+            kinds, first=index, seed=arguments.seed, out=arguments.out, episodes=arguments.episodes
+        )
         index += len(kinds)
     print(table(arguments.out))
     return 0 if survived else 1

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
-from tests.chaos.harness import Run
+from tests.chaos.harness import Run, alive
 
 SAME_BITS = re.compile(r"the weights are the same bits at (\d+) of (\d+)")
 NOT_LOST = ("ready", "training", "trained", "unused")
@@ -30,6 +30,21 @@ def continued_in_recorded_steps(run: Run) -> None:
     assert "resumed " in text and found, text[-4000:]
     assert all(same == compared for same, compared in found), found
     assert any(same > 0 for same, _ in found), found
+
+
+def environments_closed(run: Run) -> dict[str, int]:
+    """No process of environments is left, and those that were not killed have closed all but the
+    ones in which they were hanging. Raises AssertionError; counts of what was compared.
+    """
+    opened = closed = whole = 0
+    for path in run.side.folder.glob("environments-*"):
+        notes = path.read_text()
+        opened, closed = opened + notes.count("o"), closed + notes.count("c")
+        whole += notes.count("o") == notes.count("c")
+        assert notes.count("c") <= notes.count("o"), f"{path.name}: closed twice"
+        assert not alive(int(path.name.partition("-")[2])), f"{path.name} still runs"
+    assert opened and whole, "no process has closed all of its environments"
+    return {"environments": opened, "environments_closed": closed}
 
 
 def check(run: Run, *, batch: int) -> dict[str, int]:

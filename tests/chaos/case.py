@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -54,6 +55,20 @@ def settings(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any
             "engine": {"max_num_seqs": 4},
             "restart_budget": 1000,
         },
+    }
+
+
+def episodes(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any]:
+    """The same with episodes of several turns, in environments; every third token ends a turn."""
+    found = settings(home, ranks=ranks, uri=uri)
+    (home / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, *range(3, 100, 3)]})
+    )
+    return found | {
+        "task": {"name": "tests.chaos.task:ChaoticEpisodes"},
+        "environment": {"workers": 1, "step_timeout_s": 3.0},
+        "rollout": found["rollout"]
+        | {"response_length": 32, "turn_length": 10, "context_length": 48, "max_turns": 3},
     }
 
 

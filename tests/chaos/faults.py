@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.harness import Moment, Run, alive, children, command, kill
+from tests.chaos.harness import Moment, Run, alive, kill
 
 KINDS = (
     "kill rollout actor",
@@ -31,6 +31,7 @@ KINDS = (
     "fill disk",
     "kill MLflow",
 )
+"""Of a run of episodes, `verifier` is a process with environments."""
 SHORT = tuple(kind for kind in KINDS[:9] if kind != "kill driver")
 READY_S, RECOVERY_S, START_S = 300.0, 600.0, 900.0
 HOLD_S = 20.0
@@ -235,7 +236,7 @@ class Chaos:
                 set(),
             )
         if kind == "kill verifier":
-            target = run.verifier_of(actor)
+            target = run.children_of(actor)[0]
             return (
                 signal_to(target, kind),
                 lambda at: not alive(target) and self._all_verify(at),
@@ -249,12 +250,10 @@ class Chaos:
         }[kind]()
 
     def _all_verify(self, since: float) -> bool:
-        """Whether all actors have a verifier child, and have put groups since."""
+        """Whether all actors have a child for the task's code, and have put groups since."""
         serving = self._serving()
         return len(serving) >= self.actors and all(
-            self._produced(since, actor)
-            and any("verifier_child" in command(pid) for pid in children(actor))
-            for actor in serving
+            self._produced(since, actor) and self.run.children_of(actor) for actor in serving
         )
 
     def _driver(self) -> Prepared:

@@ -279,8 +279,10 @@ class Run:
         [engine] = [pid for pid in children(actor) if "EngineCore" in command(pid)]
         return engine
 
-    def verifier_of(self, actor: int) -> int:
-        return next(pid for pid in children(actor) if "verifier_child" in command(pid))
+    def children_of(self, actor: int) -> list[int]:
+        """Processes of an actor that run the task's code: verifiers, or environments."""
+        names = ("verifier_child", "environments.child")
+        return [pid for pid in children(actor) if any(name in command(pid) for name in names)]
 
     def ranks(self) -> list[int]:
         """Living learner ranks, in order."""

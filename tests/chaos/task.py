@@ -1,15 +1,17 @@
-"""The task of the chaos runs: a random model is right half of the time, and a verifier hangs when
-it is asked to.
+"""The tasks of the chaos runs: a random model is right half of the time, and a verifier, or an
+environment, hangs when it is asked to.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 from async_grpo.config import schema
+from async_grpo.environments.base import Action, Observation
 from async_grpo.tasks.arithmetic import Arithmetic
 from async_grpo.tasks.base import Score
 from tests.support.mixed_task import Mixed
@@ -26,9 +28,51 @@ class Chaotic(Mixed):
         Arithmetic.__init__(self, settings.model_copy(update={"options": options}), seed)
 
     def score(self, response: str, reference: Any) -> Score:
-        try:
-            (self._side / "hang").rename(self._side / f"hangs-{os.getpid()}")
-        except FileNotFoundError:
-            return super().score(response, reference)
-        while True:
-            signal.pause()
+        hang_if_asked(self._side)
+        return super().score(response, reference)
+
+
+def hang_if_asked(side: Path) -> None:
+    """Wait for ever, if nobody else does it."""
+    try:
+        (side / "hang").rename(side / f"hangs-{os.getpid()}")
+    except FileNotFoundError:
+        return
+    while True:
+        time.sleep(60)
+
+
+class ChaoticEpisodes(Chaotic):
+    """The same in episodes of one to three turns, which write down when they are opened and closed:
+    `o` and `c` in `environments-<pid>`.
+    """
+
+    def environment(self) -> ChaoticEpisode:
+        return ChaoticEpisode(self._side)
+
+
+class ChaoticEpisode:
+    """Ends, right or wrong, as the checksum of what was said tells."""
+
+    def __init__(self, side: Path) -> None:
+        self._side, self._turns, self._said = side, 0, ""
+        self._note("o")
+
+    def reset(self, reference: Any, seed: int) -> Observation:
+        return Observation()
+
+    def step(self, action: Action) -> Observation:
+        hang_if_asked(self._side)
+        self._turns += 1
+        self._said += action.text
+        right = float(zlib.crc32(self._said.encode()) & 1)
+        if self._turns == 3 or zlib.crc32(self._said.encode()) & 2:
+            return Observation(rewards={"correct": right}, verdict=right, done=True)
+        return Observation("1+1=", verdict=right)
+
+    def close(self) -> None:
+        self._note("c")
+
+    def _note(self, text: str) -> None:
+        with open(self._side / f"environments-{os.getpid()}", "a") as file:
+            file.write(text)

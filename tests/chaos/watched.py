@@ -101,6 +101,13 @@ class WatchedRollout(processes.RolloutProcess):
         finally:
             self._record.write("end")
 
+    async def _play(self, *arguments: Any, **named: Any) -> Any:
+        self._record.write("begin")
+        try:
+            return await super()._play(*arguments, **named)
+        finally:
+            self._record.write("end")
+
 
 class WatchedLearner(processes.LearnerProcess):
     """A learner rank."""

@@ -589,3 +589,19 @@ def test_however_many_evaluations_a_run_has_its_sample_table_is_bounded(
             len(steps) == 2 or rows < 3 * EVALUATED or len(shown) > 2
         )
         assert table.shown(0, answers), "steps that were taken back are evaluated anew"
+
+
+def test_an_episode_is_shown_turn_by_turn() -> None:
+    def row(*segments: tuple[int, int]) -> Row:
+        tokens = sum(context + sampled for context, sampled in segments)
+        return Row(np.arange(tokens), np.zeros(1), list(segments), [], {}, None, "env_done")
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    said = {
+        "0 1": row((0, 2)),
+        "policy: 0 1\nenvironment: 2\npolicy: 3 4": row((0, 2), (1, 2)),
+        "policy: \nenvironment: 0\npolicy: 1": row((1, 1)),
+    }
+    assert [samples._said(one, decode) for one in said.values()] == [*said]

@@ -64,3 +64,12 @@ def test_without_a_tracker_samples_are_left_out_and_lines_are_shown(tmp_path: Pa
     log.note("all is well")
     log.error("a disk is full")
     assert stream.getvalue().splitlines() == ["all is well", "error: a disk is full"]
+
+
+def test_a_learner_that_does_not_train_what_was_sampled_is_named_once(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    log = RunLog(Console(shown), tmp_path)
+    for step, error in enumerate((0.0, 0.05, 1.9, 2.1), 1):
+        log.logged(step, STEP | {"weights/sampler_error": error})
+    said = [line for line in shown.getvalue().splitlines() if "sampler_error" in line]
+    assert len(said) == 1 and "step 3:" in said[0] and "differ from the engines' by 1.9" in said[0]
