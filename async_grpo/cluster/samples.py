@@ -113,7 +113,8 @@ class TrainingSamples:
 
 def _said(row: Row, decode: Decode) -> str:
     """Decode a response; of an episode turn by turn."""
-    parts, at = [], 0
+    parts: list[str] = []
+    at = 0
     for context, sampled in row.segments:
         middle, end = at + context, at + context + sampled
         if parts or context:
