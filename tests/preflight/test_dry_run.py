@@ -330,7 +330,7 @@ def test_a_cluster_that_is_not_here_is_assumed(seven_billion, capsys) -> None:
     assert "4 learner ranks with a GPU each: node 1: 64 CPUs, 2 GPUs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k_1gpu", "reasoning_gym_1gpu"])
+@pytest.mark.parametrize("recipe", ["gsm8k_1gpu", "gsm8k_calculator_1gpu", "reasoning_gym_1gpu"])
 def test_what_promises_24_gigabytes_fits_them(recipe: str) -> None:
     path = ROOT / "configs" / f"{recipe}.yaml"
     assert "24 GB or more" in path.read_text().splitlines()[0]

@@ -390,6 +390,17 @@ def test_an_actor_puts_groups_of_episodes() -> None:
     assert len(seeds) == 2, "every group has a seed of its own, and its episodes the same"
 
 
+def test_remax_plays_one_greedy_episode_more_in_an_environment_of_its_own() -> None:
+    config = config_of(prompt_length=40)
+    remax = config.algorithm.model_copy(update={"adv_estimator": "remax"})
+    engine = Saying(*["end 1"] * 6)
+    queue, _ = produce(engine, config.model_copy(update={"algorithm": remax}))
+    for group in queue.kept:
+        assert [row.role for row in group.rows] == ["train", "train", "baseline"]
+        assert len(group.prompts) == 1, "all begin with the same seed"
+    assert Counter(sampling.temperature for _, sampling in engine.asked) == {1.0: 4, 0.0: 2}
+
+
 def test_a_group_whose_environment_fails_is_failed_with_its_reason_and_tokens() -> None:
     queue, actor = produce(Saying(*["raise no"] * 4), config_of(prompt_length=40))
     assert set(queue.failed) == {0, 1} and not queue.kept

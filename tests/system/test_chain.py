@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.load import load_config
 from async_grpo.groups import Group
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.trainer import Trainer
+from tests.support.engine_weights import learner_logprobs
 from tests.support.recipes import CONFIGS
 
 STEPS = 20
@@ -31,6 +37,7 @@ def run(home: Path, *overrides: str) -> dict[str, Any]:
             f"run={{name: chain, dir: {home}/run, total_steps: {STEPS}}}",
             "weight_sync.kv_cache=recompute",
             "evaluation.max_samples=200",
+            "checkpoint={every_steps: 1, keep: 1000}",
             "tracking={mlflow: false, report: false}",
             "cluster.rollout_actors.max=1",
             *overrides,
@@ -73,6 +80,46 @@ def test_log_probs_of_all_turns_are_the_learners(chain: dict[str, Any]) -> None:
     for name in ("weights/sampler_error", "weights/kv_cache_error"):
         seen = [line[name] for line in chain["steps"] if name in line]
         assert seen and max(seen) <= 1e-4, name
+
+
+def test_every_sampled_token_has_the_log_prob_of_its_version(chain: dict[str, Any]) -> None:
+    """Against plain forward passes of the model of each version, in rows during which weights came
+    between two turns, and within one; the version before gives others.
+    """
+    between = within = 0
+    rows = [(group, row) for group in chain["groups"] for row in group.rows]
+    mixed = [(group, row) for group, row in rows if len(row.versions) > 1]
+    picked = [one for one in mixed if one[1].versions[0].policy_version >= 2][:60]
+    errors: list[float] = []
+    others: list[float] = []
+    for group, row in picked:
+        turns = np.cumsum([sampled for _, sampled in row.segments])
+        changes = [span.start for span in row.versions[1:]]
+        between += any(at in turns for at in changes)
+        within += any(at not in turns for at in changes)
+        sampled = np.concatenate(
+            [
+                np.arange(end - count, end)
+                for end, (_, count) in zip(
+                    np.cumsum([sum(pair) for pair in row.segments]), row.segments, strict=True
+                )
+            ]
+        )
+        prompt = group.prompts[row.prompt].tolist()
+        for span in row.versions:
+            part = slice(span.start, span.end)
+            for back, found in ((0, errors), (1, others)):
+                model = model_of(chain["home"] / "run", span.policy_version - back)
+                whole = learner_logprobs(model, prompt, row.response_ids, 1.0)[sampled]
+                found.extend(np.abs(whole[part] - row.behavior_logprobs[part]).tolist())
+    assert between >= 3 and within >= 3, (between, within)
+    assert max(errors) <= 1e-4 and sum(others) / len(others) > 1e-3
+
+
+@cache
+def model_of(run_dir: Path, version: int) -> torch.nn.Module:
+    directory = checkpoint.path_for(run_dir, version) / checkpoint.MODEL
+    return AutoModelForCausalLM.from_pretrained(directory).float().eval()
 
 
 def test_groups_hold_episodes_of_several_turns(chain: dict[str, Any]) -> None:
