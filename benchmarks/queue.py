@@ -43,7 +43,7 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import QueueProcess
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from benchmarks.algo import kilobytes
@@ -394,7 +394,7 @@ def main() -> None:
     print(machine)
     if "age" in arguments.only:
         keep("age", age_part(arguments.groups))  # before Ray has its threads in this process
-    session = Session.open(processes=PRODUCERS + 6)
+    session = RaySession.open(processes=PRODUCERS + 6)
     try:
         with tempfile.TemporaryDirectory(prefix="queue-", dir=arguments.directory) as directory:
             for name in (name for name in SHAPES if name in arguments.only):
