@@ -80,6 +80,8 @@ def engine_arguments(
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if cpu:
         arguments["block_size"] = 32
+        # vLLM dies of a seeded request whose prompt it computes in several parts.
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["max_num_batched_tokens"] = BATCHED_TOKENS
     if gpu_bytes is not None:

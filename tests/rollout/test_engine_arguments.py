@@ -77,6 +77,11 @@ def test_a_gpu_has_vllms_own_number_of_responses_and_larger_batches() -> None:
     assert arguments(max_num_seqs=5)["max_num_seqs"] == 5
 
 
+def test_a_cpu_computes_no_prompt_in_parts() -> None:
+    gpu, cpu = arguments(), arguments(device="cpu", backend="shared_memory")
+    assert cpu["enable_chunked_prefill"] is False and "enable_chunked_prefill" not in gpu
+
+
 def test_arguments_of_the_user_come_last() -> None:
     given = {"max_num_batched_tokens": 16384, "quantization": "fp8"}
     assert given.items() <= arguments(vllm=given).items()

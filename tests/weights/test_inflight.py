@@ -125,6 +125,36 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
     assert spanning >= 1
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.slow
+def test_seeded_prompts_that_exceed_a_batch_together_are_answered(tmp_path):
+    """vLLM on CPU dies where it computes a seeded prompt in several parts."""
+    directory = write_model(tmp_path / "model", positions=1024, ends=False)
+    rollout = {"prompt_length": 1000, "response_length": 20}
+    run, model = {"total_steps": 1}, {"path": directory}
+    config = Config.model_validate({"run": run, "model": model, "rollout": rollout})
+
+    async def scenario():
+        engine = await Engine.start(
+            config,
+            model_dir=directory,
+            device="cpu",
+            backend="shared_memory",
+            stop_token_ids=[],
+            label="v0.0",
+            seed=1,
+        )
+        try:
+            one = Sampling(n=1, max_tokens=20, temperature=1.0, seed=3)
+            prompts = [[3 + (start + at) % 90 for at in range(1000)] for start in range(8)]
+            return await asyncio.gather(*[engine.generate(prompt, one) for prompt in prompts])
+        finally:
+            engine.close()
+
+    answers = asyncio.run(scenario())
+    assert [len(answer.token_ids) for [answer] in answers] == [20] * 8
+
+
 def test_a_torn_segment_is_refused(tmp_path):
     from async_grpo.weights.shared_memory import SegmentReader
 

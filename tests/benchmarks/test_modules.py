@@ -1,0 +1,15 @@
+"""Every benchmark finds what it uses: the linter does not follow names into the package."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[a-z]*.py")))
+def test_a_benchmark_can_be_loaded(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
