@@ -78,7 +78,8 @@ def advantages_case(name: str, sizes: Sizes) -> Work:
     token_rewards = (
         (mask.cumsum(-1) == lengths.unsqueeze(-1)).float() * mask * rewards.float().unsqueeze(-1)
     )
-    baselines = rewards.roll(1) if ESTIMATORS[estimator].baseline else None
+    traits = ESTIMATORS[estimator]
+    baselines = rewards.roll(1) if traits.baseline or traits.turns else None
     return lambda: void(
         compute_advantages(estimator, token_rewards, mask, groups, reward_baselines=baselines)
     )

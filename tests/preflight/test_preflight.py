@@ -551,9 +551,9 @@ def test_episodes_cannot_be_continued(good: Path) -> None:
         "run": {"total_steps": 2},
         "model": {"path": str(good)},
         "rollout": {"seeded": "off"},
-        "task": {"name": "chain"},
+        "task": {"name": "tests.support.environments:TaskOfTold"},
         "checkpoint": {"partial_rollouts": True},
     }
     config = Config.model_validate(settings)
-    with pytest.raises(SetupError, match=r"partial_rollouts. is true, but the responses of task"):
+    with pytest.raises(SetupError, match=r"partial_rollouts. is true, but the environment"):
         preflight.look(config, load_task(config.task, 0))
