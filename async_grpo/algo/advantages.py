@@ -502,8 +502,10 @@ def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R - sum_g(L R) / sum_g(L), L the lengths (arXiv 2505.23585); without tokens R - mean_g."""
     centred, lengths = rewards - groups.mean(rewards), options.lengths
     assert lengths is not None, "the trait `lengths` demands them"
-    total = groups.sum(lengths)
-    return centred - groups.expand(groups.sum(lengths * centred) / torch.where(total > 0, total, 1))
+    total = groups.expand(groups.sum(lengths)).clamp(min=1)
+    # Shares, not a quotient of sums: a row that alone has tokens gets exactly 0, which whitening
+    # would magnify otherwise.
+    return centred - groups.expand(groups.sum(lengths / total * centred))
 
 
 @register_estimator("gpg")

@@ -77,10 +77,11 @@ def slow_row(
     if name == "rloo":
         return reward - mean([rewards[j] for j in members if j != i])
     if name == "opo":
+        # In fractions: where one row alone has tokens the difference is 0, and whitening would
+        # magnify what a product and a quotient in floating point lose.
         total = sum(lengths[j] for j in members)
-        return reward - (
-            math.fsum(lengths[j] * rewards[j] for j in members) / total if total else mean(mine)
-        )
+        weighted = sum(lengths[j] * Fraction(rewards[j]) for j in members)
+        return float(Fraction(reward) - weighted / total) if total else reward - mean(mine)
     if name == "gpg":
         return len(rewards) / sum(not flat(group) for group in groups) * (reward - mean(mine)) / 2.0
     assert name == "maxrl"
