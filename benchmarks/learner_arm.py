@@ -27,6 +27,7 @@ import torch
 
 from async_grpo.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.config.schema import Config
+from async_grpo.learner.attention import of_rows
 from async_grpo.learner.packing import PackedRow
 from async_grpo.wire import codec
 from benchmarks.algo import kilobytes
@@ -185,13 +186,13 @@ class Bare:
     def step(self) -> None:
         """One optimizer update."""
         for packed, behavior, advantages, weights in self._batches:
-            logits = self._model(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                use_cache=False,
-                row_layout=packed.layout,
-                logits_to_keep=packed.predictors,
-            ).logits[0]
+            with of_rows(packed.layout):
+                logits = self._model(
+                    input_ids=packed.input_ids,
+                    position_ids=packed.position_ids,
+                    use_cache=False,
+                    logits_to_keep=packed.predictors,
+                ).logits[0]
             logprobs = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
             ratio = torch.exp(logprobs - behavior)
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)

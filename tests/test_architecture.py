@@ -74,6 +74,7 @@ LIBRARIES = {
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
     "learner": "torch deepspeed transformers peft numpy safetensors",
+    "learner.forward_choice": "torch transformers numpy huggingface_hub",  # one of its errors
     "checkpoint": "",
     "observe": "",
     "observe.tracking.mlflow_sender": "mlflow",

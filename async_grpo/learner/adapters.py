@@ -50,7 +50,7 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
         if not matching:
             tied = (
                 "; a tied head follows the embedding"
-                if hf.config.get_text_config().tie_word_embeddings
+                if hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
                 else ""
             )
             raise UntrainableError(

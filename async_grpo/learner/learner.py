@@ -30,7 +30,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.attention import takes_segments
-from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
+from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
 from async_grpo.learner.prefetch import ahead
 from async_grpo.learner.rows import (
@@ -45,6 +46,7 @@ from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
+from async_grpo.weights.names import check_names, file_shapes
 from async_grpo.wire import codec
 
 Fetch = Callable[[int, Sequence[int]], codec.Buffer]
@@ -100,15 +102,14 @@ class Learner:
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
+        self._choices: dict[str, Choice] = {}
         self.engine = self._build_policy(model_dir)
-        self._segmented = takes_segments(self._torch_device, self._dtype, self._head_dim())
-        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
+        files = file_shapes(model_dir)
+        keeps = self.rank == 0 or not self.sharded
+        self._published = Published(self.engine.module.hf, keeps=keeps, files=files)
+        tied = _module(self.engine).tied
+        check_names(files, self._published.metadata(), tied=tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
-
-    def _head_dim(self) -> int:
-        """Width of an attention head of the policy."""
-        text = self.engine.module.hf.config.get_text_config()
-        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     def _build_policy(self, model_dir: str) -> Any:
         """Return the DeepSpeed engine around the trained model."""
@@ -123,8 +124,6 @@ class Learner:
         )
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         model.offloads = learner.activation_offload
-        if learner.compile:
-            model.compile_layers()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         beta1, beta2 = learner.betas
         optimizer = torch.optim.AdamW(
@@ -138,7 +137,35 @@ class Learner:
             optimizer.register_step_pre_hook(self._clip_gradients)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         engine.train()
+        self._confirm(engine, model_dir)
+        if learner.compile:
+            model.compile_layers()
         return engine
+
+    def _confirm(self, engine: Any, model_dir: str) -> None:
+        """Compare the chosen forward pass of the loaded model with the model's own, and prepare for
+        the kernel that it can have. Collective. Raises ValueError.
+        """
+        policy = _module(engine)
+
+        def logprobs(one: ForwardPass, rows: list[PackedRow]) -> list[np.ndarray]:
+            policy.use(one)
+            packs = [[row] for row in rows] if one.rows == "alone" else [rows]
+            return [values for chunk in packs for values in by_row(engine, chunk)]
+
+        choice = confirm(
+            logprobs,
+            self._choose(model_dir),
+            kind=policy.hf.config.model_type,
+            exact=self._dtype == torch.float32,
+            agree=self._collectives.largest,
+        )
+        policy.use(choice.forward_pass)
+        policy.segmented = (
+            choice.forward_pass.rows == "packed"
+            and not choice.needs_logits
+            and takes_segments(self._torch_device, self._dtype, policy.head_dim)
+        )
 
     def _build_reference(self, model_dir: str) -> Any:
         """Return the reference model; None without one, or where it is the policy without its
@@ -153,7 +180,8 @@ class Learner:
         frozen = zero.reference_config(
             dtype=self._dtype, world_size=self.world_size, device=self.device
         )
-        model = self._load(settings.reference or model_dir, frozen, gradient_checkpointing=False)
+        directory = settings.reference or model_dir
+        model = self._load(directory, frozen, gradient_checkpointing=False)
         model.requires_grad_(False).eval()
         shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
         policy = [shape for _, shape, _ in self._published.metadata()]
@@ -163,10 +191,12 @@ class Learner:
                 "model.reference is of another architecture; set it to 0, or use a reference of "
                 "the policy's architecture"
             )
-        if not self.sharded:
-            return model.to(self._torch_device)
-        engine = deepspeed.initialize(model=model, config=frozen)[0]
-        engine.eval()
+        if self.sharded:
+            engine = deepspeed.initialize(model=model, config=frozen)[0]
+            engine.eval()
+        else:
+            engine = model.to(self._torch_device)
+        self._confirm(engine, directory)
         return engine
 
     def _load(
@@ -176,12 +206,19 @@ class Learner:
         return load_model(
             directory,
             dtype=self._dtype,
-            longest_row=self.config.rollout.longest_row,
             gradient_checkpointing=gradient_checkpointing,
             trust_remote_code=self.config.model.trust_remote_code,
             float32_head=self.config.model.lm_head_fp32,
+            forward_pass=self._choose(directory).forward_pass,
             sharded=settings if self.sharded else None,
         )
+
+    def _choose(self, directory: str) -> Choice:
+        """Choose the forward pass for a model, once."""
+        if directory not in self._choices:
+            trust = self.config.model.trust_remote_code
+            self._choices[directory] = choose(directory, trust_remote_code=trust)
+        return self._choices[directory]
 
     def begin(self, plan: RankPlan) -> dict[RowKey, float]:
         """Fetch and check this rank's rows, and compute the reference and anchor log-probs that the
@@ -316,7 +353,7 @@ class Learner:
         Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
         backward hooks between ranks, which depends on the outputs that the loss uses.
         """
-        packed = self._pack([self._rows[row.key].tokens for row in planned])
+        packed = self._pack(self.engine, [self._rows[row.key].tokens for row in planned])
         ordered = [planned[position] for position in packed.order if planned]
         batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
         return Prepared(len(planned), packed, batch)
@@ -327,8 +364,8 @@ class Learner:
         logprobs, entropy = self.engine(ready.packed, temperature, with_entropy)
         return Pass(ready.packed, ready.batch, logprobs, entropy)
 
-    def _pack(self, rows: list[PackedRow]) -> Packed:
-        return pack(rows, self._torch_device, segmented=self._segmented)
+    def _pack(self, model: Any, rows: list[PackedRow]) -> Packed:
+        return pack(rows, self._torch_device, segmented=_module(model).segmented)
 
     def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/shared_prompts:
@@ -409,7 +446,7 @@ class Learner:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         packs = ahead(
-            lambda chunk: self._pack([rows[index] for index in chunk]),
+            lambda chunk: self._pack(model, [rows[index] for index in chunk]),
             passes,
             device=self._torch_device,
         )

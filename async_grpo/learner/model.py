@@ -1,11 +1,18 @@
 """The policy network: a Hugging Face causal language model that computes log-probs of packed rows.
 
-Runs in: learner ranks. Hides that rows are packed (`packing`): every linear layer sees N tokens and
-no padding, and attention sees each row alone. Invariants:
+Runs in: learner ranks. Hides how a model gets through packed rows (`packing`), which is one of
+these forward passes:
+
+    packed   all tokens as one sequence: every linear layer sees N tokens and no padding, attention
+             sees each row alone, and a prompt is computed once for all its rows
+    rows     the rows, padded on the right, through the model's own decoder: for recurrences and
+             attention of a model's own; causality hides the padding
+    alone    one row after the other through all of the model: what the others must equal
+
+Invariants:
 
 - A row's log-probs do not depend on the rows packed beside it.
-- Nothing of size N x N exists. Attention takes rows in buckets of little padding, whatever the mix
-  of lengths.
+- Nothing of size N x N exists. Rows lie in buckets of little padding, whatever the mix of lengths.
 - The language-model head sees only the hidden states that predict a response token, in one module
   call: under ZeRO-3 every rank gathers its weight once for the forward and once for the backward
   pass, however many chunks the rows need.
@@ -16,130 +23,176 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from async_grpo.algo.logprobs import token_logprobs
 from async_grpo.learner import zero
-from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation
+from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
+from async_grpo.learner.head import LogprobHead, OwnLogits
 from async_grpo.learner.packing import Packed
 
-CHECKPOINTING = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+CHECKPOINTING = {  # there is no dropout
+    "use_reentrant": False,
+    "preserve_rng_state": False,
+    "context_fn": when_repeated,
+}
 BACKEND = "inductor"
 """What compiles layers."""
-# Logits are scaled inside these models' own forward, which the head below replaces.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-def _mm_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply half-precision matrices into float32; only GPUs do it without copies."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-class _Float32Logits(torch.autograd.Function):
-    """Logits [n, V] in float32 of half-precision hidden states [n, H] and weights [V, H]. Products
-    of half-precision numbers are exact in float32, so this rounds as float32 copies would; the
-    gradients are computed in half precision, as those of any other layer.
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """How rows get through a model. attention: transformers' name of its implementation. head:
+    whether logits are the plain product with the head's weights, or what the model makes of it.
     """
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return _mm_float32(hidden, weight.t())
+    rows: Literal["packed", "rows", "alone"]
+    attention: str
+    head: Literal["plain", "own"]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        rounded = gradient.to(weight.dtype)
-        return (
-            rounded @ weight if ctx.needs_input_grad[0] else None,
-            rounded.t() @ hidden if ctx.needs_input_grad[1] else None,
-        )
+    def __str__(self) -> str:
+        return f"{self.rows}, attention {self.attention}, head {self.head}"
 
 
-class LogprobHead(nn.Module):
-    """The language-model head, from hidden states straight to log-probs, with the replaced layer's
-    parameter names. float32: of logits, whatever the weights; on CPU a float32 copy of the weights
-    lives during the call.
-    """
-
-    def __init__(self, linear: nn.Linear, *, float32: bool) -> None:
-        super().__init__()
-        self.weight = linear.weight  # [V, H]; the embedding's own parameter when tied
-        self.bias = linear.bias
-        self._float32 = float32
-
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] of `targets` [M] from `hidden` [M, H], and their entropies [M] or None."""
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        mixed = self._float32 and hidden.is_cuda and hidden.dtype != torch.float32
-        if self._float32 and not mixed:
-            hidden, weight = hidden.float(), weight.float()
-        if self._float32 and bias is not None:
-            bias = bias.float()
-
-        def project(part: Tensor) -> Tensor:
-            if not mixed:
-                return F.linear(part, weight, bias)
-            logits: Tensor = _Float32Logits.apply(part, weight)
-            return logits if bias is None else logits + bias
-
-        return token_logprobs(
-            hidden,
-            targets,
-            project,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
+PACKED = ForwardPass("packed", ATTENTION, "plain")
+"""The cheapest one."""
 
 
 class PolicyModel(nn.Module):
     """A causal language model with `LogprobHead`; parameters are those of `hf`, prefixed `hf.`."""
 
-    def __init__(self, hf: PreTrainedModel, *, float32_head: bool) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, *, float32_head: bool, forward_pass: ForwardPass = PACKED
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.offloads = False
         """Whether what autograd keeps of the decoder layers lies in host memory."""
-        self.vocab_size = zero.full_shape(hf.get_output_embeddings().weight)[0]
-        hf.set_output_embeddings(LogprobHead(hf.get_output_embeddings(), float32=float32_head))
+        self.in_step = False
+        """Whether every pass must call the decoder as often as on other ranks: once."""
+        self.segmented = False
+        """Whether packs are to be for a kernel that takes rows of any length."""
+        head = hf.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{hf.config.model_type} has no language-model head")
+        self.tied = head.weight is hf.get_input_embeddings().weight
+        """Whether the head's weight is that of the embedding."""
+        self.vocab_size = zero.full_shape(head.weight)[0]
+        hf.set_output_embeddings(LogprobHead(head, float32=float32_head))
+        self.forward_pass = forward_pass
+        self._own: OwnLogits | None = None
+        self.use(forward_pass)
+
+    def use(self, forward_pass: ForwardPass) -> None:
+        """Compute log-probs by this pass from now on. Raises ValueError where the model cannot."""
+        self.forward_pass = forward_pass
+        if self.hf.config._attn_implementation != forward_pass.attention:
+            self.hf.set_attn_implementation(forward_pass.attention)
+        self._own = None
+        if forward_pass.head == "own" and forward_pass.rows != "alone":
+            self._own = OwnLogits(self.hf, self._decoder, self.hf.get_output_embeddings())
+
+    def train(self, mode: bool = True) -> PolicyModel:
+        """Let checkpointed layers know that they are trained, and no other module: the policy is
+        the distribution that engines sample, without noise on routers or inputs.
+        """
+        super().train(False)
+        known = [one for one in self.hf.modules() if getattr(one, "gradient_checkpointing", False)]
+        for module in (self, *known):
+            module.training = mode
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        text = self.hf.config.get_text_config()
+        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """What gives hidden states of tokens."""
+        base: nn.Module = self.hf.base_model
+        if base is self.hf:  # a model that keeps its decoder under another name
+            base = next(one for one in self.hf.children() if isinstance(one, PreTrainedModel))
+        return base
 
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] float32 of response tokens at `temperature`, and entropies [M] or None."""
+        """Log-probs [M] float32 of response tokens at `temperature`, and entropies [M] or None.
+        The pass `alone` takes a pack of one row.
+        """
+        passes = {"packed": self._packed, "rows": self._rows, "alone": self._alone}
         offload = self.offloads and torch.is_grad_enabled()
         pinned = packed.input_ids.is_cuda
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
-            states = self.hf.base_model(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                use_cache=False,
-                row_layout=packed.layout,
-            ).last_hidden_state
-        hidden = states[0].index_select(0, packed.predictors)
+            states = passes[self.forward_pass.rows](packed)
+        if self.forward_pass.rows == "alone":
+            return _of_logits(states, packed, temperature)
         return self.hf.get_output_embeddings()(
-            hidden, packed.targets, self.vocab_size, temperature, with_entropy
+            states.index_select(0, packed.predictors),
+            packed.targets,
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            own=self._own,
         )
+
+    def _packed(self, packed: Packed) -> Tensor:
+        """Hidden states [N, H], all tokens in one sequence."""
+        with of_rows(packed.layout):
+            states: Tensor = self._decoder(
+                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
+            ).last_hidden_state
+        return states[0]
+
+    def _rows(self, packed: Packed) -> Tensor:
+        """Hidden states [N, H], the rows of a bucket in one call, or all rows."""
+        buckets, ids = packed.layout.buckets, packed.input_ids[0][packed.layout.take]
+        places = ids.split([bucket.positions for bucket in buckets])
+        padded = [
+            part.view(bucket.rows, bucket.width)
+            for part, bucket in zip(places, buckets, strict=True)
+        ]
+        if self.in_step:
+            widest = max(bucket.width for bucket in buckets)
+            whole = [F.pad(part, (0, widest - part.shape[1])) for part in padded]
+            states = self._states(torch.cat(whole)).split([bucket.rows for bucket in buckets])
+        else:
+            states = [self._states(part) for part in padded]
+        cut = [
+            part[:, : bucket.width].flatten(0, 1)
+            for part, bucket in zip(states, buckets, strict=True)
+        ]
+        return packed.layout.collect(cut)
+
+    def _states(self, ids: Tensor) -> Tensor:
+        """Hidden states [rows, width, H] of token ids [rows, width]."""
+        states: Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        return states
+
+    def _alone(self, packed: Packed) -> Tensor:
+        """Logits [N, V] of one row, by the model as it is."""
+        [bucket] = packed.layout.buckets
+        if bucket.rows != 1:
+            raise ValueError(f"{bucket.rows} rows; alone goes one at a time")
+        logits: Tensor = self.hf(input_ids=packed.input_ids, use_cache=False).logits
+        return logits[0]
 
     def compile_layers(self) -> None:
         """Compile the decoder layers at their first call, all of them to the same few graphs, of
@@ -162,56 +215,68 @@ class PolicyModel(nn.Module):
             layer.compile(dynamic=True, backend=BACKEND)
 
 
+def _of_logits(logits: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, None]:
+    """Log-probs [M] of the targets, by the definition."""
+    scaled = logits.index_select(0, packed.predictors).float() / temperature
+    picked = scaled.log_softmax(dim=-1).gather(-1, packed.targets.unsqueeze(-1))
+    return picked.squeeze(-1), None
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return the automatic class that makes the model of a configuration: the one that its files
+    name, if one does; else a language model before one that also sees pictures. Raises ValueError.
+    """
+    named = set(config.architectures or ())
+    known = [
+        (auto, mapping[type(config)])
+        for auto, mapping in (
+            (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+            (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        )
+        if type(config) in mapping
+    ]
+    if not known:
+        if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+            return AutoModelForCausalLM
+        raise ValueError(f"{config.model_type} is no language model that transformers knows")
+    return next((auto for auto, kind in known if kind.__name__ in named), known[0][0])
+
+
 def load_model(
     directory: str,
     *,
     dtype: torch.dtype,
-    longest_row: int,
     gradient_checkpointing: bool,
     trust_remote_code: bool,
     float32_head: bool,
+    forward_pass: ForwardPass = PACKED,
     sharded: dict[str, Any] | None = None,
 ) -> PolicyModel:
-    """Load a causal language model for packed training, dropout off. longest_row: tokens of prompt
-    and response. sharded: DeepSpeed's settings, of stage 3, by which all ranks together hold the
-    model from the beginning. Raises ValueError for architectures whose log-probs would be wrong.
+    """Load a causal language model, dropout off. sharded: DeepSpeed's settings, of stage 3, by
+    which all ranks together hold the model from the beginning. Raises ValueError for a model that
+    is none.
     """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with zero.divided(sharded):
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf = model_class(config).from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=forward_pass.attention,
             trust_remote_code=trust_remote_code,
         )
-    _check_supported(hf, longest_row)
+    without_dropout(hf)
+    if gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+    policy = PolicyModel(hf, float32_head=float32_head, forward_pass=forward_pass)
+    policy.in_step = sharded is not None
+    return policy
+
+
+def without_dropout(hf: PreTrainedModel) -> None:
+    """Switch dropout off: of layers, and what attention and experts look up in their attributes."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
-    return PolicyModel(hf, float32_head=float32_head)
-
-
-def _check_supported(hf: PreTrainedModel, longest_row: int) -> None:
-    config = hf.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not layers <= {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"{config.model_type} has layers of type {sorted(layers)}; only full attention "
-            "can be packed, train another model"
-        )
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in layers and window is not None and window < longest_row:
-        raise ValueError(
-            f"rows of up to {longest_row} tokens (rollout.prompt_length + "
-            "rollout.response_length, or context_length) are longer than the model's sliding "
-            f"window of {window}; shorten them or train another model"
-        )
-    for name in _LOGIT_SETTINGS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"{config.model_type} sets {name}, which changes its logits outside the "
-                "head and is not supported; train another model"
-            )
-    if hf.get_output_embeddings() is None:
-        raise ValueError(f"{config.model_type} has no language-model head")
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

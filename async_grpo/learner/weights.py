@@ -1,9 +1,13 @@
-"""The published weights of the policy: whole, under Hugging Face names, adapters merged.
+"""The published weights of the policy: whole, as they are in the model's files, adapters merged.
 
-Runs in: learner ranks. Hides where parameters live (ZeRO, offload) and that some have adapters.
+Runs in: learner ranks. Hides where parameters live (ZeRO, offload), that some have adapters, and
+that transformers holds some in other tensors than the files (`file_names`):
+
+    parameter, or buffer of the files -> whole -> merged -> tensors of the files -> engines, export
+
 Invariants:
 
-- Names, order, shapes and dtypes are those of the base model, a tied head left out, frozen weights
+- Names, shapes and dtypes are those of the base model's files, a tied head left out, frozen weights
   included.
 - Reading changes nothing: a weight with an adapter is computed into a fresh tensor, W + scaling B A
   in float32, rounded to W's dtype.
@@ -13,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,20 +26,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.learner import adapters, zero
+from async_grpo.learner.file_names import FileNames, Shape
+
+ZERO_RMS = 0.02
+"""What a tensor of zeros is perturbed like: the size of freshly initialised weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A parameter `base` [out, in], with its adapter: down [rank, in], up [out, rank]."""
+    """A parameter `base` [out, in], with its adapter: down [rank, in], up [out, rank]. Or a buffer,
+    which every rank holds whole.
+    """
 
     name: str
-    base: nn.Parameter
+    base: Tensor
     down: nn.Parameter | None = None
     up: nn.Parameter | None = None
     scaling: float = 0.0
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in (self.base, self.down, self.up) if parameter is not None]
+        own = (self.base, self.down, self.up)
+        return [one for one in own if isinstance(one, nn.Parameter)]
 
     def merged(self) -> Tensor:
         """Merge the adapter into the weight; parameters must be whole."""
@@ -46,26 +57,44 @@ class _Weight:
 
 
 class Published:
-    """The weights of one model. keeps: whether `perturbed` restores from this rank's copy."""
+    """The weights of one model. files: name -> shape in the model's files, None for a model without
+    any. keeps: whether `perturbed` restores from this rank's copy.
+    """
 
-    def __init__(self, hf: PreTrainedModel, *, keeps: bool) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, *, keeps: bool, files: Mapping[str, Shape] | None = None
+    ) -> None:
         adapted = {
             f"{name}.base_layer.weight": adapters.factors(layer)
             for name, layer in adapters.layers(hf).items()
         }
         ours = {id(factor) for factors in adapted.values() for factor in factors[:2]}
-        self._weights = [
+        weights = [
             _Weight(name.replace(".base_layer.", "."), parameter, *adapted.get(name, ()))
             for name, parameter in hf.named_parameters()
             if id(parameter) not in ours
         ]
+        kept = hf.state_dict().keys()
+        weights += [_Weight(name, one) for name, one in hf.named_buffers() if name in kept]
+        self._names = FileNames(
+            hf, [(one.name, zero.full_shape(one.base), one.base.dtype) for one in weights], files
+        )
+        # some buffers are kept by the model and not by its files
+        self._weights = [
+            one
+            for one in weights
+            if files is None
+            or isinstance(one.base, nn.Parameter)
+            or self._names.shapes(one.name).keys() <= files.keys()
+        ]
         self._keeps = keeps
 
-    def metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
+    def metadata(self) -> list[tuple[str, Shape, str]]:
         """List name, full shape and dtype name of every weight, in the order of `named`."""
         return [
-            (one.name, zero.full_shape(one.base), str(one.base.dtype).removeprefix("torch."))
+            (name, shape, str(one.base.dtype).removeprefix("torch."))
             for one in self._weights
+            for name, shape in self._names.shapes(one.name).items()
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,31 +102,35 @@ class Published:
         for bucket in zero.buckets(self._weights, _Weight.parameters):
             with zero.gathered([parameter for one in bucket for parameter in one.parameters()]):
                 for one in bucket:
-                    yield one.name, one.merged()
+                    yield from self._names.split(one.name, one.merged()).items()
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
         """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
         kept: dict[str, Tensor] = {}
+        floating = [one for one in self._weights if one.base.is_floating_point()]
         try:
-            for one in self._weights:
-                with torch.no_grad(), zero.gathered([one.base], modify=True):
+            for one in floating:
+                with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
                     if self._keeps:
                         weight = one.base.data
                         kept[one.name] = weight.to("cpu", copy=True)
                         weight.add_(_noise(weight, scale=scale, seed=seed, name=one.name))
             yield
         finally:
-            for one in self._weights:
-                with torch.no_grad(), zero.gathered([one.base], modify=True):
+            for one in floating:
+                with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
                     if one.name in kept:
                         one.base.data.copy_(kept[one.name])
 
 
 def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:
-    """scale * rms(weight) * standard normal noise, a function of the seed and the name."""
+    """scale * rms(weight) * standard normal noise, a function of the seed and the name; zeros move
+    as weights of ZERO_RMS would.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     device, number = weight.device, int.from_bytes(digest[:7], "little")
     generator = torch.Generator(device=device).manual_seed(number)
     noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
-    return (noise * (scale * weight.float().square().mean().sqrt())).to(weight.dtype)
+    rms = weight.float().square().mean().sqrt()
+    return (noise * (scale * torch.where(rms > 0, rms, ZERO_RMS))).to(weight.dtype)

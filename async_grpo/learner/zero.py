@@ -202,8 +202,8 @@ def metadata(module: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the whole parameter."""
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter, or buffer."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
@@ -261,6 +261,13 @@ class Collectives:
         tensor = torch.tensor(value, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
+
+    def largest(self, value: float) -> float:
+        """Return the largest value of any rank; nan if one has nan."""
+        tensor = torch.tensor(value, dtype=torch.float64, device=self._device)
+        values = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(values, tensor)
+        return float(torch.stack(values).max())
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenate over the ranks along the first dimension, whose length may differ."""

@@ -1,17 +1,16 @@
-"""Compare the tensors that the learner publishes with those that an engine loads.
+"""Compare the tensors that the learner publishes with those of the files that engines load.
 
-Runs in: engine workers, once per connection. Without an error, an engine ignores a name that it
-does not know and keeps old values under a name that never comes; so names and shapes are compared
-with the files that the engine itself was loaded from.
+Runs in: learner ranks at their start, and engine workers, once per connection. Without an error, an
+engine ignores a name that it does not know and keeps old values under a name that never comes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,9 +18,6 @@ from transformers.utils import cached_file
 
 from async_grpo.errors import SetupError
 from async_grpo.runtime.text import listed
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp\.")
 """Tensors in model files that neither learner nor engine loads."""
@@ -32,17 +28,20 @@ class NamesDiffer(SetupError):
     """The learner publishes other tensors than the engine has."""
 
 
-def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
+def check_names(
+    files: Mapping[str, tuple[int, ...]],
+    metadata: Sequence[Sequence[Any]],
+    *,
+    tied: bool,
+    where: str,
+) -> None:
     """Raise NamesDiffer with the missing, extra, duplicate and differently shaped tensors.
-    metadata: [name, shape, dtype] of every published tensor.
+
+    files: name -> shape; metadata: [name, shape, dtype] of every published tensor; tied: whether
+    the head may be missing; where: the model.
     """
-    expected = {
-        name: shape
-        for name, shape in checkpoint_shapes(model_config).items()
-        if not _NOT_WEIGHTS.search(name)
-    }
+    expected = {name: shape for name, shape in files.items() if not _NOT_WEIGHTS.search(name)}
     published = {name: tuple(shape) for name, shape, _ in metadata}
-    tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
     missing = [
         name
         for name in expected
@@ -58,18 +57,18 @@ def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) ->
     kinds = {"missing": missing, "extra": extra, "twice": twice, "of another shape": shapes}
     if found := [f"{kind}: {listed(names, _SHOWN)}" for kind, names in kinds.items() if names]:
         raise NamesDiffer(
-            f"the learner's tensors are not those that the engine loads from {model_config.model}; "
+            f"the learner's tensors are not those that the engine loads from {where}; "
             f"{'; '.join(found)}. Train a model whose architecture both name alike"
         )
 
 
-def checkpoint_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Read name -> shape of every tensor from the headers of the model's files."""
-    directory = Path(model_config.model)
+def file_shapes(model: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Read name -> shape of every tensor from the headers of a model's files. model: a directory,
+    or a name of the hub. Raises NamesDiffer where there are none.
+    """
+    directory = Path(model)
     if not directory.is_dir():
-        directory = Path(
-            cached_file(model_config.model, "config.json", revision=model_config.revision)
-        ).parent
+        directory = Path(cached_file(model, "config.json", revision=revision)).parent
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith("consolidated"):  # the same weights in another layout

@@ -9,9 +9,9 @@ process for post-mortems. The front end makes one call per publication:
 
 Invariants: tensors with a wrong checksum are not loaded; after `finish_weight_update` every layer
 computes with the new weights; a publication that was cut off leaves nothing behind that could mix
-with the next one; a worker that waits for the learner frees itself within its deadline. On CPU a
-tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so the
-copy is packed again here.
+with the next one; a worker that waits for the learner frees itself within its deadline. On CPU two
+kinds of layers compute with packed copies that a layerwise reload does not refresh: a tied LM head,
+and experts. Those that were loaded are packed again here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from tqdm.std import TqdmDefaultWriteLock
 from vllm.distributed.weight_transfer.base import (
@@ -52,7 +53,7 @@ from async_grpo.errors import TransferMismatch
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
 from async_grpo.weights.layout import Layout
-from async_grpo.weights.names import NamesDiffer, check_names
+from async_grpo.weights.names import NamesDiffer, check_names, file_shapes
 from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import TornTransfer
@@ -112,7 +113,21 @@ class _Reload:
 
     model: Any
     model_config: Any
+    vllm_config: Any
     device: torch.device
+
+    def _check_names(self, init_info: InitInfo) -> None:
+        """Compare the tensors to come with the files that the engine was loaded from."""
+        model = self.vllm_config.model_config
+        check_names(
+            file_shapes(model.model, model.revision),
+            init_info.metadata,
+            tied=any(
+                getattr(config, "tie_word_embeddings", False)
+                for config in (model.hf_config, model.hf_text_config)
+            ),
+            where=model.model,
+        )
 
     def start_weight_update(self) -> None:
         """Forget what a cut-off publication left, and prepare every layer for loading."""
@@ -123,6 +138,8 @@ class _Reload:
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+        if self.device.type == "cpu":
+            pack_reloaded_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -140,6 +157,25 @@ class _Reload:
             self.model.load_weights(weights)
 
 
+def pack_reloaded_experts(model: nn.Module) -> None:
+    """Let experts pack their weights whenever these were loaded, where vLLM on CPU does it only the
+    first time and copies raw weights into packed storage later.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is None:
+            continue
+        if "process_weights_after_loading" not in vars(method):
+            method.process_weights_after_loading = partial(
+                _process_and_pack, method, method.process_weights_after_loading
+            )
+
+
+def _process_and_pack(method: Any, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+    process(layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
 class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
     """Loads a publication from a shared-memory segment."""
 
@@ -149,7 +185,7 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Compare names, and lay out the segments to come."""
-        check_names(self.vllm_config.model_config, init_info.metadata)
+        self._check_names(init_info)
         self._reader = SegmentReader(init_info.metadata)
 
     def receive_weights(self, update_info: SegmentInfo) -> None:
@@ -180,7 +216,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Compare names, and lay out the copies to come."""
-        check_names(self.vllm_config.model_config, init_info.metadata)
+        self._check_names(init_info)
         self._layout = Layout(init_info.metadata)
         self._kept = (b"", None)
 
@@ -231,7 +267,7 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Compare names, and join the learner's groups within the deadline."""
-        check_names(self.vllm_config.model_config, init_info.metadata)
+        self._check_names(init_info)
         self.shutdown()
         self._layout = Layout(init_info.metadata)
         groups = [NCCLWeightTransferInitInfo(**group) for group in init_info.groups]

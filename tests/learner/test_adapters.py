@@ -404,7 +404,6 @@ def test_names_that_fit_nothing_are_refused(
     policy = load_model(
         models["frozen"],
         dtype=torch.float32,
-        longest_row=100,
         gradient_checkpointing=False,
         trust_remote_code=False,
         float32_head=False,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from async_grpo.learner import attention, zero
-from async_grpo.learner.attention import takes_segments, varlen_attention
-from async_grpo.learner.model import _Float32Logits, load_model
+from async_grpo.learner.attention import of_rows, takes_segments, varlen_attention
+from async_grpo.learner.head import _Float32Logits
+from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import Packed, pack, response_row
 from tests.support.wiring import tiny_model
 
@@ -75,7 +76,8 @@ def attended(packed: Packed, states: list[Tensor], *, scaling: float | None) -> 
     """Result [N, H, D], and gradients of a fixed function of it."""
     leaves = [one.clone().requires_grad_() for one in states]
     ready = [one.transpose(0, 1)[None] for one in leaves]
-    out, _ = varlen_attention(nn.Module(), *ready, None, scaling=scaling, row_layout=packed.layout)
+    with of_rows(packed.layout):
+        out, _ = varlen_attention(nn.Module(), *ready, None, scaling=scaling)
     (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -113,7 +115,6 @@ def test_a_model_gives_the_same_by_segments(monkeypatch: pytest.MonkeyPatch) -> 
     model = load_model(
         tiny_model(),
         dtype=torch.float32,
-        longest_row=128,
         gradient_checkpointing=True,
         trust_remote_code=False,
         float32_head=False,
@@ -234,7 +235,8 @@ def test_on_a_gpu_segments_give_what_buckets_give(heads: tuple[int, int]) -> Non
     def on_gpu(packed: Packed) -> list[Tensor]:
         leaves = [one.clone().requires_grad_() for one in states]
         ready = [one.transpose(0, 1)[None] for one in leaves]
-        out, _ = varlen_attention(nn.Module(), *ready, None, row_layout=packed.layout)
+        with of_rows(packed.layout):
+            out, _ = varlen_attention(nn.Module(), *ready, None)
         out.float().sin().sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 

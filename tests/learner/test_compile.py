@@ -117,7 +117,6 @@ def loaded(directory: str, *, gradient_checkpointing: bool = True) -> PolicyMode
     model = load_model(
         directory,
         dtype=torch.float32,
-        longest_row=64,
         gradient_checkpointing=gradient_checkpointing,
         trust_remote_code=False,
         float32_head=False,

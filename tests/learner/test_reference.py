@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo.learner.learner import Learner
+from async_grpo.learner.attention import of_rows
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX
@@ -143,18 +144,15 @@ def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> 
         model = load_model(
             models["policy"],
             dtype=torch.bfloat16,
-            longest_row=64,
             gradient_checkpointing=False,
             trust_remote_code=False,
             float32_head=float32,
         )
         got[float32] = model(packed, 1.0, False)[0]
-    states = model.hf.base_model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        row_layout=packed.layout,
-    ).last_hidden_state[0][packed.predictors]
+    with of_rows(packed.layout):
+        states = model.hf.base_model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
+        ).last_hidden_state[0][packed.predictors]
     logits = states.float() @ model.hf.get_output_embeddings().weight.float().T
     wanted = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
     assert torch.allclose(got[True], wanted, atol=1e-5)

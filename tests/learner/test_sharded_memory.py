@@ -60,7 +60,6 @@ def _loaded(directory: str, world: int) -> PolicyModel:
     return load_model(
         directory,
         dtype=torch.float32,
-        longest_row=64,
         gradient_checkpointing=False,
         trust_remote_code=False,
         float32_head=False,

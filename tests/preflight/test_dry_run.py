@@ -95,7 +95,6 @@ def test_parameters_are_counted_without_weights(model, settings) -> None:
     real = load_model(
         model,
         dtype=torch.float32,
-        longest_row=48,
         gradient_checkpointing=False,
         trust_remote_code=False,
         float32_head=False,
@@ -126,7 +125,6 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
     policy = load_model(
         model,
         dtype=torch.float32,
-        longest_row=256,
         gradient_checkpointing=checkpointing,
         trust_remote_code=False,
         float32_head=False,

@@ -14,6 +14,19 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 CHARACTERS = list(string.printable[:95])
 
 
+def write_tokenizer(path: Path) -> None:
+    """One token per character, beside padding (0), the end (1) and what is unknown (2)."""
+    vocabulary = {
+        token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(path)
+
+
 def write_model(
     path: Path,
     *,
@@ -26,15 +39,7 @@ def write_model(
     """A random two-layer Qwen2 with a 100-entry character vocabulary; id 0 is padding, id 1 ends a
     response unless `ends` is off.
     """
-    vocabulary = {
-        token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(path)
+    write_tokenizer(path)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=100,

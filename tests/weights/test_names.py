@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.weights.names import NamesDiffer, check_names, checkpoint_shapes
+from async_grpo.weights.names import NamesDiffer, check_names, file_shapes
 
 TENSORS = {
     "embed.weight": torch.zeros(4, 2),
@@ -19,9 +17,9 @@ TENSORS = {
 }
 
 
-def model(directory: Path, *, tied: bool = False) -> Any:
-    text = SimpleNamespace(tie_word_embeddings=tied)
-    return SimpleNamespace(model=str(directory), revision=None, hf_text_config=text)
+def compare(directory: Path, metadata: list[tuple], *, tied: bool = False) -> None:
+    where = str(directory)
+    check_names(file_shapes(where), metadata, tied=tied, where=where)
 
 
 def published(*names: str, shapes: dict[str, list[int]] | None = None) -> list[tuple]:
@@ -36,10 +34,10 @@ def test_shapes_come_from_the_files_whatever_their_kind(tmp_path: Path, kind: st
     else:
         save_file(TENSORS, tmp_path / "model.safetensors")
         save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    assert checkpoint_shapes(model(tmp_path)) == {
+    assert file_shapes(str(tmp_path)) == {
         name: tuple(tensor.shape) for name, tensor in TENSORS.items()
     }
-    check_names(model(tmp_path), published("embed.weight", "layers.0.weight"))
+    compare(tmp_path, published("embed.weight", "layers.0.weight"))
 
 
 def test_every_difference_is_named(tmp_path: Path) -> None:
@@ -48,7 +46,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         "layers.0.weight", "layers.0.weight", "new", shapes={"layers.0.weight": [2, 3]}
     )
     with pytest.raises(NamesDiffer) as caught:
-        check_names(model(tmp_path, tied=True), tensors)
+        compare(tmp_path, tensors, tied=True)
     message = str(caught.value)
     for part in (
         "missing: embed.weight",
@@ -62,4 +60,4 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(NamesDiffer, match=r"no \*\.safetensors and no \*\.bin file"):
-        checkpoint_shapes(model(tmp_path))
+        file_shapes(str(tmp_path))

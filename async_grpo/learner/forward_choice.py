@@ -1,0 +1,204 @@
+"""Which forward pass is right for a model: found by trying, not by a list of names.
+
+Runs in: learner ranks, and whoever looks at a model before a run. A few short rows go through the
+passes of `model`, the cheapest first, until one equals the model's own forward pass, which takes
+the rows one at a time with transformers' plain attention:
+
+    configuration -> small copy (`copies`) -> alone == packed ? -> packed
+                                              alone == rows ?   -> rows
+                                              else              -> Untrainable, which names both
+
+On the copy all is float32, so that right and wrong are far apart: rounding moves log-probs by less
+than 1e-5, the smallest error that was seen by 5e-3. `confirm` repeats it with the loaded weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from async_grpo.errors import SetupError
+from async_grpo.learner import copies
+from async_grpo.learner.attention import ATTENTION, needs_logits
+from async_grpo.learner.model import ForwardPass, PolicyModel, model_class, without_dropout
+from async_grpo.learner.packing import PackedRow, pack, response_row
+from async_grpo.runtime.text import shortened
+
+PASSES = (
+    ForwardPass("packed", ATTENTION, "plain"),
+    ForwardPass("packed", ATTENTION, "own"),
+    ForwardPass("rows", "sdpa", "plain"),
+    ForwardPass("rows", "sdpa", "own"),
+    ForwardPass("rows", "eager", "plain"),
+    ForwardPass("rows", "eager", "own"),
+)
+"""Passes to try, the cheapest first."""
+ALONE = tuple(ForwardPass("alone", attention, "own") for attention in ("eager", "sdpa"))
+BOUND = 1e-4
+"""Largest difference of log-probs of a copy, in nats."""
+LOADED_BOUND, HALF_BOUND = 1e-3, 0.2
+"""Largest mean difference of log-probs of a loaded model, in float32 and in half precision: layers
+and large logits add rounding, which is why copies are tried.
+"""
+RAISED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises for configurations that make no model, for packages that it lacks, and
+for arguments and attention that a model does not know.
+"""
+_LENGTHS = (5, (6, 3)), (7, (4,)), (2, (2, 6)), (8, (6, 6, 5))
+"""Prompts, and the responses to each: longer than the windows of copies, in several buckets."""
+_IDS = range(3, 97)
+
+
+class Untrainable(SetupError, ValueError):
+    """No forward pass of ours gives the log-probs of the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest pass that is right. alone: what it was compared with; needs_logits: whether its
+    attention is computed by none of the kernels; unchecked: why no copy could be tried, or "".
+    """
+
+    forward_pass: ForwardPass
+    alone: ForwardPass = ALONE[0]
+    needs_logits: bool = False
+    unchecked: str = ""
+
+
+def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Choice:
+    """Choose the pass for a model by its configuration alone. Raises Untrainable."""
+    config = (
+        AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        if isinstance(directory, str)
+        else directory
+    )
+    try:
+        auto = model_class(config)
+    except ValueError as error:
+        raise Untrainable(str(error)) from error
+    named = {"trust_remote_code": trust_remote_code}
+    why = "there is no smaller one"
+    for small in copies.candidates(config):
+        for alone in ALONE:
+            try:
+                policy = _copy(small, auto, named, alone).eval()
+                expected = _logprobs(policy, [[row] for row in rows()])
+            except RAISED as error:
+                why = _reason(error)
+                continue
+            if np.isfinite(expected).all():
+                make = partial(_copy, small, auto, named)
+                return replace(_first_right(expected, config.model_type, make), alone=alone)
+            why = "its log-probs are no numbers"
+    return Choice(PASSES[0], unchecked=why)
+
+
+def confirm(
+    logprobs: Callable[[ForwardPass, list[PackedRow]], list[np.ndarray]],
+    choice: Choice,
+    *,
+    kind: str,
+    exact: bool,
+    agree: Callable[[float], float] = lambda value: value,
+) -> Choice:
+    """Compare with the loaded model, beginning with the pass of `choice`; where no copy was tried,
+    continue with the others. Every rank makes the same calls. Raises Untrainable.
+
+    logprobs(pass, rows): of the responses to `rows`, each [L]; exact: whether in float32;
+    agree(value): the same on every rank.
+    """
+    expected = np.concatenate(logprobs(choice.alone, rows()))
+    found: dict[ForwardPass, str] = {}
+    passes = PASSES[PASSES.index(choice.forward_pass) :]
+    for one in passes if choice.unchecked else passes[:1]:
+        needs_logits()
+        apart = np.abs(np.concatenate(logprobs(one, rows())) - expected)
+        difference = agree(float(apart.mean()))
+        if difference <= (LOADED_BOUND if exact else HALF_BOUND):
+            return replace(choice, forward_pass=one, needs_logits=needs_logits())
+        found[one] = f"{difference:.2g} nats apart on average"
+    raise Untrainable(_sentence(kind, found))
+
+
+def rows() -> list[PackedRow]:
+    """Make the rows that are tried."""
+    random = np.random.default_rng(3)
+    made = []
+    for length, responses in _LENGTHS:
+        prompt = random.integers(_IDS.start, _IDS.stop, length)
+        made += [
+            response_row(prompt, random.integers(_IDS.start, _IDS.stop, response))
+            for response in responses
+        ]
+    return made
+
+
+def _first_right(
+    expected: np.ndarray, kind: str, make: Callable[[ForwardPass], PolicyModel]
+) -> Choice:
+    found: dict[ForwardPass, str] = {}
+    for one in PASSES:
+        needs_logits()
+        try:
+            difference = float(np.abs(_logprobs(make(one).train(), [rows()]) - expected).max())
+        except RAISED as error:
+            found[one] = _reason(error)
+            continue
+        if difference <= BOUND:
+            return Choice(one, needs_logits=needs_logits())
+        found[one] = f"{difference:.2g} nats apart"
+    raise Untrainable(_sentence(kind, found))
+
+
+def _copy(
+    small: PretrainedConfig, auto: Any, named: dict[str, Any], forward_pass: ForwardPass
+) -> PolicyModel:
+    hf = copies.build(small, auto, attn_implementation=forward_pass.attention, **named)
+    without_dropout(hf)
+    return PolicyModel(hf, float32_head=False, forward_pass=forward_pass)
+
+
+def _logprobs(policy: PolicyModel, packs: list[list[PackedRow]]) -> np.ndarray:
+    """Log-probs of all responses' tokens, row by row."""
+    return np.concatenate([values for chunk in packs for values in by_row(policy, chunk)])
+
+
+def by_row(policy: nn.Module, chunk: list[PackedRow]) -> Iterator[np.ndarray]:
+    """Yield the log-probs of each row of a pack. policy: the model, or what runs it."""
+    packed = pack(chunk, next(policy.parameters()).device)
+    with torch.no_grad():
+        values = policy(packed, 1.0, False)[0].float().cpu().numpy()
+    ends = np.cumsum([len(chunk[index][2]) for index in packed.order])
+    parts = dict(zip(packed.order, np.split(values, ends[:-1]), strict=True))
+    yield from (parts[index] for index in range(len(chunk)))
+
+
+def _sentence(kind: str, found: dict[ForwardPass, str]) -> str:
+    told = "; ".join(f"{one}: {what}" for one, what in found.items())
+    return (
+        f"{kind} cannot be trained: no way to compute log-probs of many rows equals the model's "
+        f"own forward pass ({told}). Train another model"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 120)}"

@@ -1,0 +1,118 @@
+"""Every architecture trains as transformers computes it, under the names of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from async_grpo.learner.forward_choice import choose, rows
+from async_grpo.learner.model import load_model, model_class
+from async_grpo.learner.packing import PackedRow, pack
+from async_grpo.learner.weights import Published
+from async_grpo.weights.names import check_names, file_shapes
+from tests.support.families import FAMILIES, write_family
+
+LOGPROBS, GRADIENTS = 2e-5, 2e-4
+"""Largest differences that are rounding: in nats, and as a share of the largest gradient."""
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    directory = tmp_path_factory.mktemp(request.param)
+    write_family(request.param, directory)
+    return request.param, str(directory)
+
+
+def weight(row: PackedRow, seed: int) -> Tensor:
+    """Weigh every token otherwise, so that no gradient cancels."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=len(row[2]))).float()
+
+
+def own_logprobs(directory: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probs of the rows by transformers alone, and gradients of their weighted sum."""
+    config = choose_config(directory)
+    try:
+        model = model_class(config).from_pretrained(directory, attn_implementation="eager")
+        model(input_ids=torch.ones(1, 2, dtype=torch.long))
+    except (ValueError, TypeError):  # transformers' own eager attention fails for this one
+        model = model_class(config).from_pretrained(directory, attn_implementation="sdpa")
+    model.eval()
+    values, total = [], torch.zeros(())
+    for number, row in enumerate(rows()):
+        prompt, response, _ = row
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        picked = logits.float().log_softmax(-1).gather(-1, torch.from_numpy(response)[:, None])
+        values.append(picked[:, 0].detach())
+        total = total + (picked[:, 0] * weight(row, number)).sum()
+    total.backward()
+    return values, gradients(model)
+
+
+def choose_config(directory: str):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def test_log_probs_and_gradients_are_those_of_the_models_own_forward_pass(family: tuple) -> None:
+    name, directory = family
+    choice = choose(directory, trust_remote_code=False)
+    expected = FAMILIES[name]
+    chosen = choice.forward_pass
+    assert (chosen.rows, chosen.head, choice.unchecked) == (expected.rows, expected.head, "")
+    values, wanted = own_logprobs(directory)
+    policy = load_model(
+        directory,
+        dtype=torch.float32,
+        gradient_checkpointing=True,
+        trust_remote_code=False,
+        float32_head=False,
+        forward_pass=chosen,
+    ).train()
+    packed = pack(rows(), torch.device("cpu"))
+    logprobs, _ = policy(packed, 1.0, False)
+    apart = (logprobs - torch.cat([values[index] for index in packed.order])).abs().max()
+    assert apart < LOGPROBS
+    weights = [weight(rows()[index], index) for index in packed.order]
+    (logprobs * torch.cat(weights)).sum().backward()
+    found = gradients(policy.hf)
+    assert set(found) <= set(wanted) and all(
+        wanted[key].abs().max() == 0 for key in set(wanted) - set(found)
+    )
+    largest = max(float(one.abs().max()) for one in wanted.values())
+    worst = {key: float((found[key] - wanted[key]).abs().max()) / largest for key in found}
+    assert max(worst.values()) < GRADIENTS, max(worst, key=worst.get)
+
+
+def test_weights_are_published_with_the_names_and_bytes_of_the_files(family: tuple) -> None:
+    _, directory = family
+    hf = model_class(choose_config(directory)).from_pretrained(directory)
+    published = Published(hf, keeps=True, files=file_shapes(directory))
+    files: dict[str, Tensor] = {}
+    for path in Path(directory).glob("*.safetensors"):
+        files |= load_file(path)
+    tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    check_names(file_shapes(directory), published.metadata(), tied=tied, where=directory)
+    named = list(published.named())
+    assert [(name, tuple(one.shape)) for name, one in named] == [
+        (name, shape) for name, shape, _ in published.metadata()
+    ]
+    assert all(torch.equal(one, files[name]) for name, one in named)
+    with published.perturbed(scale=0.1, seed=3):
+        moved = {name for name, one in published.named() if not torch.equal(one, files[name])}
+        assert moved == {name for name, one in named if one.is_floating_point()}
+    assert all(torch.equal(one, files[name]) for name, one in published.named())
