@@ -241,8 +241,9 @@ def _memory(
 ) -> Iterator[Line]:
     yield (
         "model",
-        f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} "
-        f"layers, vocabulary {shape.vocabulary:,}",
+        f"{shape.parameters:,} parameters, "
+        + (f"{shape.active:,} of them for a token, " if shape.active else "")
+        + f"{shape.trained:,} trained; {shape.layers} layers, vocabulary {shape.vocabulary:,}",
     )
     for stage in range(4):
         need = learner_memory(config, shape, device=device, stage=stage, backend=backend)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
 from async_grpo.batching import REPEATED
@@ -20,7 +20,8 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
-from async_grpo.learner.model import PolicyModel
+from async_grpo.learner.experts import expert_share
+from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb
 from async_grpo.weights.transport import PACKED_BYTES
 
@@ -28,7 +29,9 @@ from async_grpo.weights.transport import PACKED_BYTES
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`parameters` of the model as engines get it, tied ones once; `trained` ones, adapters
-    included; `frozen` ones; its main dimensions.
+    included; `frozen` ones; its main dimensions. intermediate: what a token sees, of all the
+    experts that it is routed to. kv_heads: 0 without attention. active: parameters that a token is
+    multiplied with, if not all.
     """
 
     parameters: int
@@ -40,6 +43,7 @@ class Shape:
     vocabulary: int
     kv_heads: int
     head_dim: int
+    active: int = 0
 
 
 def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
@@ -54,24 +58,27 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
         if model is None:
             hf = _warm_started(config)
         else:
-            hf = AutoModelForCausalLM.from_config(model, trust_remote_code=trust)
+            hf = model_class(model).from_config(model, trust_remote_code=trust)
     parameters = sum(parameter.numel() for parameter in hf.parameters())
     PolicyModel(hf, float32_head=False)  # its head is no layer for adapters
     adapters.restrict(hf, config.model, seed=config.seed, base=str(config.model.path))
     total = sum(parameter.numel() for parameter in hf.parameters())
     trained = sum(parameter.numel() for parameter in hf.parameters() if parameter.requires_grad)
     text = hf.config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 0
+    experts = expert_share(hf)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return Shape(
         parameters=parameters,
         trained=trained,
         frozen=total - trained,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=experts.intermediate if experts else inner,
         vocabulary=text.vocab_size,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1),
+        active=parameters - experts.idle if experts else 0,
     )
 
 
@@ -143,7 +150,7 @@ class EngineMemory:
 
     def rows(self, kv_cache: int) -> int:
         """Responses of full length whose cache fits at the same time."""
-        return kv_cache // (self.kv_token * self.longest)
+        return kv_cache // max(self.kv_token * self.longest, 1)
 
 
 def element_bytes(config: Config, device: str) -> int:
@@ -232,7 +239,7 @@ def engine_memory(
     """Memory of one engine GPU or process. kv_cache_gb: None where vLLM chooses."""
     size = element_bytes(config, device)
     tensor_parallel = config.cluster.engine.tensor_parallel_size
-    heads = max(1, shape.kv_heads // tensor_parallel)
+    heads = max(1, shape.kv_heads // tensor_parallel) if shape.kv_heads else 0
     return EngineMemory(
         weights=shape.parameters * size // tensor_parallel,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),

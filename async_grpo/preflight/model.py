@@ -19,6 +19,7 @@ from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
+from async_grpo.preflight.architecture import check_architecture
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine import stop_tokens
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -45,8 +46,6 @@ _OTHER_HEAD = re.compile(
     r"|\w*Retrieval|\w*Embedding|MaskedImageModeling|ObjectDetection)$"
 )
 """Ends of the names of architectures whose head does not predict the next token."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a model's configuration that count its experts."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
 """
@@ -100,7 +99,6 @@ def check_fit(
         architecture = _architecture(model)
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     _check_positions(config, model, architecture)
-    _check_experts(model, architecture)
     if Path(model).is_dir():
         _check_weights(Path(model))
     try:
@@ -124,6 +122,8 @@ def check_fit(
             _encoded(evaluated, model, tokenizer, problem, chat)
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
+    if config.model.path is not None:
+        yield from check_architecture(config, model, learner=not of_evaluation)
 
 
 class _Letters:
@@ -284,23 +284,6 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
         raise SetupError(
             f"{config.rollout.longest_row_in_words} tokens, but {model} has "
             f"max_position_embeddings {limit}: make them shorter, or train another model"
-        )
-
-
-def _check_experts(model: str, architecture: dict[str, Any]) -> None:
-    """Refuse mixtures of experts that transformers holds in other tensors than their files have:
-    engines take the names of the files.
-    """
-    kind, counts = architecture.get("model_type"), [architecture.get(key) for key in _EXPERTS]
-    if not any(isinstance(count, int) and count > 1 for count in counts):
-        return
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    if get_checkpoint_conversion_mapping(str(kind)):
-        raise SetupError(
-            f"`model.path` is {model}, a mixture of experts ({kind}), which the learner holds in "
-            "other tensors than its files and the engines have, so that it could not be published: "
-            "train a dense model"
         )
 
 

@@ -33,7 +33,8 @@ from async_grpo.config.schema import Config, Deadlines
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.early_process import EarlyProcess, environment
-from async_grpo.rollout.engine_arguments import engine_arguments
+from async_grpo.rollout.engine_arguments import engine_arguments, set_environment
+from async_grpo.rollout.engine_support import adapt
 from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
@@ -233,6 +234,7 @@ class Engine:
         )
         transfer = WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name)
         args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
+        adapt(args, device=device, chosen=config.cluster.engine.vllm)
         counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
             llm = await asyncio.to_thread(
@@ -256,7 +258,7 @@ class Engine:
     @staticmethod
     def begin(device: str, *, cores: Collection[int] = ()) -> EarlyProcess | None:
         """Launch the engine's process before `start` needs it (CPU only), on these cores or any."""
-        _set_environment(device)
+        set_environment(device)
         return EarlyProcess(cores=cores) if device == "cpu" else None
 
     @property
@@ -558,19 +560,6 @@ def _gpu_bytes() -> int:
     from vllm.platforms import current_platform
 
     return current_platform.get_device_total_memory()
-
-
-def _set_environment(device: str) -> None:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # importing joblib would make a semaphore, which stays when the process is killed
-    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
-    if device == "cpu":
-        # keeps the `uni` executor: one EngineCore child, no second worker process
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # compiling small sampler functions would take 18 s at the first request
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _completion(

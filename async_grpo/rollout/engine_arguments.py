@@ -8,6 +8,7 @@ it asks for is free at that moment.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,19 @@ def weight_bytes(model_dir: str) -> int:
     directory = Path(model_dir)
     files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
     return sum(file.stat().st_size for file in files)
+
+
+def set_environment(device: str) -> None:
+    """Set vLLM's switches, before it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # importing joblib would make a semaphore, which stays when the process is killed
+    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
+    if device == "cpu":
+        # keeps the `uni` executor: one EngineCore child, no second worker process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # compiling small sampler functions would take 18 s at the first request
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # latent attention is computed wrongly there (docs/models.md)
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")

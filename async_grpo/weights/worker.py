@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -155,6 +155,16 @@ class _Reload:
 
         with disable_mtp_completeness_check():
             self.model.load_weights(weights)
+
+
+def load_publication(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into an engine's model of this process, as a publication does."""
+    reload = _Reload()
+    reload.model, reload.model_config = model, model_config
+    reload.device = torch.device("cpu")
+    reload.start_weight_update()
+    reload._load([(name, tensor.clone()) for name, tensor in tensors.items()])
+    reload.finish_weight_update()
 
 
 def pack_reloaded_experts(model: nn.Module) -> None:

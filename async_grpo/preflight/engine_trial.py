@@ -1,0 +1,142 @@
+"""An engine tried on a small copy of a model: what it loads, and what is published to it later.
+
+Runs in: a process of its own, `python -m async_grpo.preflight.engine_trial`, which reads what to
+try as JSON and answers in JSON. On a GPU vLLM is only asked whether it takes the model: the GPUs
+may be elsewhere, and a run's self-check compares the same before its first step. On CPU:
+
+    small copy (random weights) -> log-probs by transformers, before vLLM changes its classes
+                                -> files -> engine -> the same log-probs?
+    other weights, published    ->          engine -> the same log-probs?
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from async_grpo.learner import copies
+from async_grpo.learner.forward_choice import ALONE, RAISED
+from async_grpo.learner.model import model_class, without_dropout
+from async_grpo.learner.weights import Published
+from async_grpo.rollout.engine_arguments import set_environment
+from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
+from async_grpo.weights.names import file_shapes
+
+BOUND = 1e-4
+"""Largest difference of log-probs in float32, in nats: that of a run's self-check."""
+MOVE = 0.1
+"""Size of the published change, as a share of each tensor's root mean square."""
+_LENGTHS, _IDS = (13, 14, 6, 12, 9), (3, 97)
+
+
+@dataclass
+class Trial:
+    """A copy in files, its log-probs, and others that are published later."""
+
+    directory: str
+    expected: np.ndarray
+    published: dict[str, Tensor]
+    moved: np.ndarray
+
+
+def prepare(config: PretrainedConfig, directory: str, *, trust_remote_code: bool) -> list[Trial]:
+    """Write copies, the smallest first, into folders of `directory`; none where there is none."""
+    auto, made = model_class(config), []
+    for number, small in enumerate(list(copies.candidates(config))[:-1]):
+        for alone in ALONE:
+            try:
+                hf = copies.build(
+                    small,
+                    auto,
+                    attn_implementation=alone.attention,
+                    trust_remote_code=trust_remote_code,
+                )
+                made.append(_trial(hf, f"{directory}/{number}"))
+            except RAISED:
+                continue  # the learner's own trial says why
+            break
+    return made
+
+
+def _trial(hf: PreTrainedModel, directory: str) -> Trial:
+    without_dropout(hf.eval())
+    expected = own_logprobs(hf)
+    if not np.isfinite(expected).all():
+        raise ArithmeticError("log-probs are no numbers")
+    hf.save_pretrained(directory)
+    published = Published(hf, keeps=True, files=file_shapes(directory))
+    with published.perturbed(scale=MOVE, seed=7):
+        tensors = {name: tensor.clone() for name, tensor in published.named()}
+        return Trial(directory, expected, tensors, own_logprobs(hf))
+
+
+def rows() -> list[list[int]]:
+    """Make the rows that are scored, longer than the windows of copies."""
+    random = np.random.default_rng(5)
+    return [random.integers(*_IDS, length).tolist() for length in _LENGTHS]
+
+
+@torch.no_grad()
+def own_logprobs(hf: PreTrainedModel) -> np.ndarray:
+    """Log-probs of all tokens but the first of every row, by transformers, one row at a time."""
+    found = []
+    for row in rows():
+        ids = torch.tensor([row])
+        logprobs = hf(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        found.append(logprobs[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy())
+    return np.concatenate(found)
+
+
+def attempt(trial: Trial, arguments: dict[str, Any]) -> str:
+    """Return what an engine does wrong with a copy, or ""."""
+    engine = TrialEngine(arguments | {"model": trial.directory, "dtype": "float32"})
+    apart = np.abs(engine.logprobs(rows()) - trial.expected).max()
+    if not apart <= BOUND:
+        return f"it computes log-probs that are {apart:.2g} nats from those of transformers"
+    engine.publish(trial.published)
+    apart = np.abs(engine.logprobs(rows()) - trial.moved).max()
+    if not apart <= BOUND:
+        return f"new weights do not arrive in it: log-probs are {apart:.2g} nats off afterwards"
+    return ""
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return `refused`: why an engine cannot run the model that was asked for, or ""; and `sure`:
+    whether that was found by comparing.
+    """
+    arguments, device = asked["arguments"], asked["device"]
+    trust = arguments["trust_remote_code"]
+    with tempfile.TemporaryDirectory() as directory:
+        trials = []
+        if device == "cpu":
+            config = AutoConfig.from_pretrained(arguments["model"], trust_remote_code=trust)
+            trials = prepare(config, directory, trust_remote_code=trust)
+        why = refusal(arguments, device=device, chosen=asked["chosen"])
+        if why or not trials:
+            return {"refused": why, "sure": True}
+        for trial in trials:
+            try:
+                return {"refused": attempt(trial, arguments), "sure": True}
+            # whatever vLLM's models raise: a run would end with it
+            except Exception as error:  # noqa: BLE001
+                why = f"{type(error).__name__}: {in_words(error)}"
+    return {"refused": why, "sure": False}
+
+
+def main() -> None:
+    """Answer on descriptor 1, in a line of its own."""
+    asked = json.load(sys.stdin)
+    set_environment(asked["device"])
+    print(json.dumps(answer(asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

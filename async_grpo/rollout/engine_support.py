@@ -1,0 +1,106 @@
+"""Whether vLLM can run a model here, asked before anything starts; and what it has to be told of an
+architecture.
+
+Runs in: a process of its own (`preflight.engine_trial`), so that the driver need not import vLLM,
+and in rollout actors (`adapt`). Hides what vLLM says of a model that it cannot run: an assertion,
+or the death of its process at the first forward pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_grpo.runtime.text import shortened
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+_SMALL = {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 26,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+"""Arguments of an engine for a few short rows."""
+
+
+def adapt(args: AsyncEngineArgs, *, device: str, chosen: Collection[str]) -> AsyncEngineArgs:
+    """Set what an architecture needs, but for arguments that the user chose. Returns `args`."""
+    free = device == "cpu" and "enable_prefix_caching" not in chosen
+    if free and args.create_model_config().is_hybrid:
+        # Caches of a recurrence's states want prompts in parts, which CPU engines do not do.
+        args.enable_prefix_caching = False
+    return args
+
+
+def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] = ()) -> str:
+    """Return why vLLM does not take a model with these arguments of AsyncEngineArgs, or ""."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        args = adapt(AsyncEngineArgs(**arguments), device=device, chosen=chosen)
+        config: VllmConfig = args.create_engine_config()
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        return in_words(error)
+    return _head_size(config.model_config) if device == "cpu" else ""
+
+
+class TrialEngine:
+    """An engine on CPU, in this process, that scores short rows. Raises whatever vLLM raises for a
+    model that it cannot run.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments | _SMALL)
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log-probs of all tokens but the first of every row, one after the other."""
+        from vllm import SamplingParams, TokensPrompt
+
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+        prompts = [TokensPrompt(prompt_token_ids=list(row)) for row in rows]
+        outputs = self._llm.generate(prompts, asked, use_tqdm=False)
+        return np.array(
+            [
+                found[token].logprob
+                for output, row in zip(outputs, rows, strict=True)
+                for found, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
+            ]
+        )
+
+    def publish(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors as a worker of a run loads a publication."""
+        from async_grpo.weights.worker import load_publication
+
+        config = self._llm.llm_engine.model_config
+        self._llm.apply_model(lambda model: load_publication(model, config, tensors))
+
+
+def in_words(error: Exception) -> str:
+    """Say in a line what vLLM raised, often pydantic's wrapping of it."""
+    text = " ".join(str(error).split())
+    for begin in ("Value error, ", "Assertion failed, "):
+        if begin in text:
+            text = text.partition(begin)[2].partition(" [type=")[0]
+    if "failed to be inspected" in text and importlib.util.find_spec("torchvision") is None:
+        text += " (vLLM's code for it imports torchvision, which is not installed)"
+    return shortened(text or type(error).__name__, 300)
+
+
+def _head_size(model: ModelConfig) -> str:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if model.is_attention_free or size in sizes:
+        return ""
+    known = ", ".join(map(str, sizes))
+    return f"its attention heads have size {size}, and vLLM on CPU computes {known}"
