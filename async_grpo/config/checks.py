@@ -104,6 +104,11 @@ def _trained(config: Config) -> Iterator[str]:
             re.compile(pattern)
         except re.error as error:
             yield f"`model.freeze` has {pattern!r}, which is no regular expression: {error}."
+    if model.lora is not None and model.router == "frozen":
+        yield (
+            "`model.router` is frozen and `model.lora` is set, but with adapters all weights stay "
+            "as they are: leave `model.router` out."
+        )
     if model.lora is not None and model.freeze:
         yield (
             "`model.freeze` and `model.lora` are both set, but with adapters all weights stay as "

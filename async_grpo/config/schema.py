@@ -38,8 +38,9 @@ WARM_START_POSITIONS = 512
 
 
 class WarmStart(Section):
-    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions
-    before RL starts: supervised training, reported as such, cached by its settings and the seed.
+    """Build a small model of the Qwen2 architecture, or of Qwen3's with experts, from scratch and
+    teach it the task's own solutions before RL starts: supervised training, reported as such,
+    cached by its settings and the seed.
     """
 
     hidden_size: Positive = 128
@@ -50,6 +51,8 @@ class WarmStart(Section):
     """Transformer layers."""
     heads: Positive = 4
     """Attention heads."""
+    experts: NonNegative = 0
+    """Experts in every layer, of which a token takes two; 0: a dense model."""
     tie_embeddings: bool = False
     """Use the input embedding as the output layer too."""
     batch_size: Positive = 128
@@ -109,6 +112,8 @@ class Model(Section):
     """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not
     trained. A tied head follows the embedding.
     """
+    router: Literal["train", "frozen"] = "train"
+    """Whether what assigns tokens to experts is trained too, in a mixture of experts."""
     reference_refresh_steps: Annotated[
         NonNegative, warn("when the reference takes over the policy's weights", trains=True)
     ] = 0

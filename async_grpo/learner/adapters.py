@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from async_grpo.config.schema import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
+from async_grpo.learner.experts import blocks
 from async_grpo.learner.storage_writes import Writes
 
 if TYPE_CHECKING:
@@ -39,8 +40,11 @@ def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> N
     """Freeze, or attach adapters. base: the model's directory. Raises UntrainableError."""
     if settings.lora is not None:
         _attach(hf, settings.lora, seed=seed, base=base)
-    elif settings.freeze:
+        return
+    if settings.freeze:
         _freeze(hf, settings.freeze)
+    if settings.router == "frozen":
+        _freeze_routers(hf)
 
 
 def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -65,39 +69,72 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
         )
 
 
+def _freeze_routers(hf: PreTrainedModel) -> None:
+    routers = [parameter for block in blocks(hf) for _, parameter in block.routers()]
+    if not routers:
+        raise UntrainableError(
+            f"model.router is frozen, but {hf.config.model_type} has no router of experts: leave "
+            "it out"
+        )
+    for parameter in routers:
+        parameter.requires_grad_(False)
+
+
 def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = lora.target_modules
-    targets = targets if isinstance(targets, str) else list(targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=targets,
+        # whole names, since peft also looks for shorter ones in tensors that hold all experts
+        target_modules=_targets(hf, lora),
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, hf, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise UntrainableError(
+                f"model.lora cannot be put on this {hf.config.model_type}: {error}; name layers in "
+                "model.lora.target_modules"
+            ) from error
+
+
+def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
+    """Find the layers that get adapters: linear ones, and no router. Raises UntrainableError."""
     # the head is a class of ours by now
-    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
-    for target in [] if isinstance(targets, str) else targets:
+    linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+    if isinstance(lora.target_modules, str):
+        routers = {name.rpartition(".")[0] for block in blocks(hf) for name, _ in block.routers()}
+        if not (found := [name for name in linear if name not in routers]):
+            raise UntrainableError(
+                f"model.lora found no linear layer in {hf.config.model_type}; train it without "
+                "adapters"
+            )
+        return found
+    chosen: set[str] = set()
+    for target in lora.target_modules:
+        if any(target in dict(block.held.named_parameters()) for block in blocks(hf)):
+            raise UntrainableError(
+                f"model.lora.target_modules has {target!r}, which holds all experts of a layer in "
+                "one tensor, and adapters go on linear layers: leave it out, and experts stay as "
+                "they are"
+            )
         matching = {
             name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")
         }
-        if not matching or not matching <= linear:
+        if not matching or not matching <= set(linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise UntrainableError(
                 f"model.lora.target_modules has {target!r}, which is no linear layer that "
                 f"adapters can be put on; there are: {known}"
             )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, hf, adapter_name=_ADAPTER)
-    if not layers(hf):
-        raise UntrainableError(
-            f"model.lora found no linear layer in {base}; train it without adapters"
-        )
+        chosen |= matching
+    return sorted(chosen)
 
 
 def layers(hf: nn.Module) -> dict[str, LoraLayer]:

@@ -36,10 +36,11 @@ class ExpertShare:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Experts of one layer: the module that has them, with its name, and their number."""
+    """A layer's module with experts, and its name; the module that holds them; their number."""
 
     name: str
     module: nn.Module
+    held: nn.Module
     experts: int
 
     def routers(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -68,7 +69,7 @@ def blocks(hf: nn.Module) -> Iterator[Block]:
         else:
             continue
         if count > 1:
-            yield Block(name, module, count)
+            yield Block(name, module, experts, count)
 
 
 def expert_share(hf: PreTrainedModel) -> ExpertShare | None:
@@ -80,8 +81,19 @@ def expert_share(hf: PreTrainedModel) -> ExpertShare | None:
     chosen = next((value for key in _CHOSEN if (value := getattr(text, key, None))), 1)
     idle = 0
     for block in found:
-        count = sum(one.numel() for one in block.module.experts.parameters())
+        count = sum(one.numel() for one in block.held.parameters())
         idle += count - count * min(chosen, block.experts) // block.experts
     inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
     return ExpertShare(idle, chosen * inner + shared)
+
+
+def gather_whole(hf: PreTrainedModel) -> None:
+    """Let ZeRO-3 gather a block's weights together: ranks route tokens to different experts, and
+    would wait for each other where one needs an expert that another does not.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in blocks(hf):
+        if isinstance(block.held, nn.ModuleList):
+            set_z3_leaf_module(block.module, True)

@@ -30,6 +30,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.attention import takes_segments
+from async_grpo.learner.experts import gather_whole
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
@@ -133,6 +134,8 @@ class Learner:
             weight_decay=learner.weight_decay,
             fused=True,  # else temporary tensors of the optimizer's size
         )
+        if self.sharded:
+            gather_whole(model.hf)
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]

@@ -265,6 +265,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
         )
     without_dropout(hf)
+    without_auxiliary_losses(hf)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
     policy = PolicyModel(hf, float32_head=float32_head, forward_pass=forward_pass)
@@ -280,3 +281,10 @@ def without_dropout(hf: PreTrainedModel) -> None:
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def without_auxiliary_losses(hf: PreTrainedModel) -> None:
+    """Let no layer keep what a loss of transformers' own would need: the policy's loss is ours."""
+    for config in (hf.config, hf.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False

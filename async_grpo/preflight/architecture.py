@@ -80,12 +80,15 @@ def _costs(choice: Choice, found: PretrainedConfig) -> Iterator[str]:
             f"note: {kind} could not be tried on a small copy ({choice.unchecked}); the learner "
             "compares its forward passes once it is loaded"
         )
-    for told, holds in (
-        (_ROWS, choice.forward_pass.rows == "rows"),
-        (_LOGITS, choice.needs_logits),
-    ):
-        if holds:
-            yield f"note: {kind} {told} (docs/models.md)"
+    if choice.forward_pass.rows == "rows":
+        yield f"note: {kind} {_ROWS} (docs/models.md)"
+    if choice.needs_logits:
+        yield f"note: {kind} {_LOGITS} (docs/models.md)"
+    if getattr(found.get_text_config(), "output_router_logits", False):
+        yield (
+            f"note: {kind} asks for a loss that balances its experts (output_router_logits in its "
+            "config.json); it is not trained, the policy's loss alone is"
+        )
 
 
 def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:

@@ -112,7 +112,7 @@ def check_fit(
     chat = _chat(config, tokenizer, task)
     yield from _check_prompts(config, model, sample, tokenizer, rows, chat)
     yield from _check_answers(config, list(sample.values()), tokenizer)
-    if config.model.freeze or config.model.lora is not None:
+    if _restricts(config):
         _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
@@ -168,7 +168,7 @@ def _check_warm_start(config: Config, task: Task) -> None:
     # their notes come again when the model is there
     list(_check_prompts(config, model, sample, letters, None, None))
     list(_check_answers(config, list(sample.values()), letters))
-    if config.model.freeze or config.model.lora is not None:
+    if _restricts(config):
         _check_trained(config, None)
     existing = next(path for path in cache_path(config, task).parents if path.exists())
     try:
@@ -370,6 +370,11 @@ def _check_answers(config: Config, sample: list[Problem], tokenizer: Any) -> Ite
             f"note: {cut} of {known} sampled solutions have more than `rollout.response_length` "
             f"{limit} tokens with their end"
         )
+
+
+def _restricts(config: Config) -> bool:
+    model = config.model
+    return bool(model.freeze) or model.lora is not None or model.router == "frozen"
 
 
 def _check_trained(config: Config, model: str | None) -> None:

@@ -20,10 +20,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from async_grpo.config.schema import WARM_START_POSITIONS, WarmStart
 from async_grpo.warm_start.cache import ALPHABET, Pair, unknown
@@ -40,7 +48,10 @@ _BLUR_PATIENCE, _BLUR_LR_GROWTH = 15, 1.1
 _CHECK_EVERY = 20
 _CHECK_PROBLEMS = 384
 _IGNORE = -100
+_EXPERTS_OF_A_TOKEN = 2
 _BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level BPE writes these two
+
+Policy: TypeAlias = Qwen2ForCausalLM | Qwen3MoeForCausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +96,37 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Return a randomly initialised float32 Qwen2 of this size, from torch's global generator."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
-        max_position_embeddings=WARM_START_POSITIONS,
-        initializer_range=_INITIALIZER_RANGE,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-        tie_word_embeddings=settings.tie_embeddings,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
+def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Policy:
+    """Return a randomly initialised float32 model of this size, from torch's global generator: a
+    Qwen2, or with experts a Qwen3-MoE whose tokens meet as much as those of the dense model.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "max_position_embeddings": WARM_START_POSITIONS,
+        "initializer_range": _INITIALIZER_RANGE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "tie_word_embeddings": settings.tie_embeddings,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    if not settings.experts:
+        return Qwen2ForCausalLM(Qwen2Config(**common)).float()
+    chosen = min(_EXPERTS_OF_A_TOKEN, settings.experts)
+    experts = Qwen3MoeConfig(
+        **common,
+        head_dim=settings.hidden_size // settings.heads,
+        num_experts=settings.experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=settings.intermediate_size // chosen,
+        norm_topk_prob=True,
     )
-    return Qwen2ForCausalLM(config).float()
+    return Qwen3MoeForCausalLM(experts).float()
 
 
 def train(
@@ -134,11 +158,13 @@ def train(
     return report
 
 
-def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
+def _save(model: Policy, tokenizer: Qwen2Tokenizer, out: Path) -> None:
     # What `model.save_pretrained` would write; but that imports every installed training framework
     # first, which takes seconds.
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    weights = revert_weight_conversion(model, weights)  # files hold every expert alone
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
@@ -149,7 +175,7 @@ def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None
 
 
 @torch.no_grad()
-def measure(model: Qwen2ForCausalLM, data: Encoded) -> Accuracy:
+def measure(model: Policy, data: Encoded) -> Accuracy:
     """Greedy and expected sampled accuracy on encoded pairs."""
     model.eval()
     logits = model(input_ids=data.tokens).logits[:, :-1]  # [B, T-1, V]
@@ -219,7 +245,7 @@ class _Trainer:
     def __init__(
         self,
         settings: WarmStart,
-        model: Qwen2ForCausalLM,
+        model: Policy,
         encoder: Encoder,
         stream: Iterator[list[Pair]],
         probe: Encoded,

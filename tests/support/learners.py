@@ -164,9 +164,9 @@ def make_config(**changes: dict[str, Any]) -> Config:
     return Config.model_validate(values)
 
 
-def plain_model(directory: str) -> torch.nn.Module:
+def plain_model(directory: str, *, attention: str = "sdpa") -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="sdpa"
+        directory, dtype=torch.float32, attn_implementation=attention
     ).train()
 
 

@@ -7,13 +7,16 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.learner import zero
+from async_grpo.learner.adapters import restrict
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
+from tests.support.families import config_of
 from tests.support.learners import (
     Case,
     copy_weights,
@@ -86,6 +89,14 @@ def trained(config: Config) -> Any:
         learner.close()
 
 
+def frozen(config: Config) -> list[str]:
+    """Parameters of a mixture of experts that are not trained."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
+    restrict(hf, config.model, seed=0, base="")
+    return [name for name, one in hf.named_parameters() if not one.requires_grad]
+
+
 def _trained(key: str, value: Any, given: dict[str, Any] | None = None) -> Wire:
     return Wire(key, value, trained, {**GIVEN, **(given or {})})
 
@@ -109,6 +120,7 @@ def wires() -> list[Wire]:
         _trained("model.lora.alpha", 8.0, LORA),
         _trained("model.lora.target_modules", ["q_proj"], LORA),
         _trained("model.freeze", ["embed_tokens"]),
+        Wire("model.router", "frozen", frozen),
         _trained("model.lm_head_fp32", True, HALF),
         _trained("model.trust_remote_code", True),
         _trained("rollout.temperature", 0.7),

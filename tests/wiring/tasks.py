@@ -139,6 +139,7 @@ WIRES = [
     _warm("intermediate_size", 64),
     _warm("layers", 3),
     _warm("heads", 1),
+    _warm("experts", 4),
     _warm("tie_embeddings", True),
     _warm("batch_size", 8),
     _warm("lr", 1e-4),
