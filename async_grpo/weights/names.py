@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -78,15 +79,24 @@ def file_shapes(model: str, revision: str | None = None) -> dict[str, tuple[int,
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if not shapes:
         for path in sorted(directory.glob("*.bin")):
-            tensors = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-            shapes |= {
-                name: tuple(tensor.shape)
-                for name, tensor in tensors.items()
-                if isinstance(tensor, torch.Tensor)
-            }
+            shapes |= _shapes_of_pickle(path)
     if not shapes:
         raise NamesDiffer(
             f"{directory} has no *.safetensors and no *.bin file to compare the learner's "
             "tensors with"
         )
     return shapes
+
+
+def _shapes_of_pickle(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shapes in a file of `torch.save`. Raises NamesDiffer where it is none."""
+    try:
+        try:
+            tensors = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        except RuntimeError:  # a file of the format before torch 1.6 cannot be mapped
+            tensors = torch.load(path, map_location="meta", weights_only=True)
+    except (EOFError, RuntimeError, UnpicklingError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise NamesDiffer(f"{path} holds no weights that torch reads: {reason}") from error
+    found = tensors.items() if isinstance(tensors, dict) else ()
+    return {name: tuple(one.shape) for name, one in found if isinstance(one, torch.Tensor)}

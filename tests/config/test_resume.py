@@ -29,6 +29,7 @@ FIXED = {
     "model.warm_start",
     "model.lora",
     "model.freeze",
+    "model.router",
     "task.name",
     "learner.zero_stage",
     *(

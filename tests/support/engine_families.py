@@ -2,9 +2,9 @@
 transformers.
 
 `python -m tests.support.engine_families llama mamba2 --out found.jsonl` imports vLLM once, forks a
-process per family, and prints a JSON line for each: differences of log-probs in nats, or an error.
-transformers' values are computed before the engine exists, since vLLM changes classes of
-transformers in its process.
+process per family, and prints a JSON line for each: differences of log-probs in nats, or an error,
+and what the trial before a run says. transformers' values are computed before the engine exists,
+since vLLM changes classes of transformers in its process.
 """
 
 from __future__ import annotations
@@ -15,70 +15,84 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_MLA_DISABLE="1",
-    OMP_NUM_THREADS="1",
-)
-
+import numpy as np
 import torch
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig
-from vllm import LLM, SamplingParams, TokensPrompt
 
-from async_grpo.learner.model import model_class
+from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
-from async_grpo.weights import worker
+from async_grpo.preflight.engine_trial import MOVE, own_logprobs, prepare, rows, trial_of, verdict
+from async_grpo.rollout.engine_arguments import set_environment
+from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
 from async_grpo.weights.names import file_shapes
+from tests.support import unrepaired
 from tests.support.families import FAMILIES, write_family
 
-LENGTHS = (13, 14, 6, 12, 9)
-"""Tokens of the rows that are scored: longer than the windows of the families."""
 DEADLINE_S = 240.0
-SCALE = 0.1
-"""Size of the perturbation, as a share of every tensor's root mean square."""
+HALF = {"qwen3_next": "bfloat16"}
+"""Families that vLLM computes on CPU in no other type."""
+ARGUMENTS = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "trust_remote_code": False,
+    "enable_chunked_prefill": False,
+    "block_size": 32,
+}
+"""Those of a run on CPU that have to do with what is computed."""
 
 
-def rows() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+def measure(name: str, directory: Path) -> dict[str, Any]:
+    """Differences of one family, and what the trial of its copies says."""
+    write_family(name, directory)
+    config = AutoConfig.from_pretrained(directory)
+    arguments = ARGUMENTS | {"model": str(directory), "dtype": HALF.get(name, "float32")}
+    with tempfile.TemporaryDirectory() as copies:
+        trials = prepare(config, copies, trust_remote_code=False)
+        found: dict[str, Any] = {}
+        try:
+            found |= differences(name, str(directory), arguments)
+        except Exception as error:  # noqa: BLE001 - what the engine raises is what is asked for
+            found["error"] = f"{type(error).__name__}: {in_words(error)}"
+        why = refusal(arguments, device="cpu")
+        found["trial"] = why or verdict(trials, arguments)["refused"]
+    return found
 
 
-@torch.no_grad()
-def own_logprobs(hf: nn.Module) -> Tensor:
-    """Log-probs of all tokens but the first of every row, by transformers."""
-    found = []
-    for row in rows():
-        ids = torch.tensor([row])
-        logprobs = hf(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-        found.append(logprobs[:-1].gather(-1, ids[0, 1:, None])[:, 0])
-    return torch.cat(found)
+def differences(name: str, directory: str, arguments: dict[str, Any]) -> dict[str, float]:
+    """Largest differences in nats: at the first load, after a publication; for experts also after a
+    publication that leaves them out, and without the repair of the reload.
+    """
+    hf = load_own(directory)
+    trial = trial_of(hf, directory)
+    published = Published(hf, keeps=True, files=file_shapes(directory))
+    with published.perturbed(scale=MOVE, seed=8):
+        later = {key: tensor.clone() for key, tensor in published.named()}
+    experts = {key for key in later if ".experts." in key or "block_sparse_moe" in key}
+    others = {key: value for key, value in later.items() if key not in experts}
+    if experts:
+        partly = own_logprobs(_with(hf, trial.published | others))
+    engine = TrialEngine(arguments)
+    found = {
+        "moved": apart(trial.moved, trial.expected),
+        "first": apart(engine.logprobs(rows()), trial.expected),
+    }
+    engine.publish(trial.published)
+    found["published"] = apart(engine.logprobs(rows()), trial.moved)
+    if experts:
+        engine.publish(others)
+        found["experts left out"] = apart(engine.logprobs(rows()), partly)
+        with unrepaired.in_process(engine.model):
+            engine.publish(trial.published)
+        found["without repair"] = apart(engine.logprobs(rows()), trial.moved)
+    return found
 
 
-def engine_logprobs(llm: LLM) -> Tensor:
-    """The same by the engine."""
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-    prompts = [TokensPrompt(prompt_token_ids=row) for row in rows()]
-    return torch.tensor(
-        [
-            found[token].logprob
-            for output, row in zip(
-                llm.generate(prompts, params, use_tqdm=False), rows(), strict=True
-            )
-            for found, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
-        ]
-    )
-
-
-def load_own(directory: str) -> nn.Module:
+def load_own(directory: str) -> Any:
     """The model in transformers, with its plain attention where that works."""
     auto = model_class(AutoConfig.from_pretrained(directory))
     try:
@@ -86,99 +100,24 @@ def load_own(directory: str) -> nn.Module:
         own_logprobs(hf)
     except (ValueError, TypeError, RuntimeError):
         hf = auto.from_pretrained(directory, dtype=torch.float32)
-    return hf.eval()
+    without_dropout(hf.eval())
+    return hf
 
 
-def publish(llm: LLM, tensors: dict[str, Tensor]) -> None:
-    """Load tensors as a worker of a run loads a publication."""
-
-    def load(model: nn.Module) -> None:
-        reload = worker._Reload()
-        reload.model, reload.device = model, torch.device("cpu")
-        reload.model_config = llm.llm_engine.model_config
-        reload.vllm_config = SimpleNamespace(model_config=llm.llm_engine.model_config)
-        reload.start_weight_update()
-        reload._load([(name, tensor.clone()) for name, tensor in tensors.items()])
-        reload.finish_weight_update()
-
-    llm.apply_model(load)
-
-
-def measure(name: str, directory: Path) -> dict[str, Any]:
-    """Differences of one family: at its first load, after a publication; for experts also without
-    the repair, and after a publication that leaves them out.
-    """
-    found: dict[str, Any] = {}
-    write_family(name, directory)
-    hf = load_own(str(directory))
-    base = own_logprobs(hf)
-    published = Published(hf, keeps=True, files=file_shapes(str(directory)))
-    with published.perturbed(scale=SCALE, seed=7):
-        wanted = own_logprobs(hf)
-        tensors = {key: tensor.clone() for key, tensor in published.named()}
-    found["moved"] = apart(wanted, base)
-    with published.perturbed(scale=SCALE, seed=8):
-        later = {key: tensor.clone() for key, tensor in published.named()}
-    experts = {key for key in tensors if ".experts." in key or "block_sparse_moe" in key}
-    moe = bool(experts) and name not in NOT_MIXED
-    if moe:
-        mixed = tensors | {key: value for key, value in later.items() if key not in experts}
-        partly = own_logprobs(_with(hf, published, mixed))
-    llm = LLM(
-        model=str(directory),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=8,
-        disable_log_stats=True,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-    )
-    found["first"] = apart(engine_logprobs(llm), base)
-    publish(llm, tensors)
-    found["published"] = apart(engine_logprobs(llm), wanted)
-    if moe:
-        without = {key: value for key, value in later.items() if key not in experts}
-        publish(llm, without)
-        found["experts left out"] = apart(engine_logprobs(llm), partly)
-        llm.apply_model(_unrepaired)
-        kept, worker.pack_reloaded_experts = worker.pack_reloaded_experts, lambda model: None
-        publish(llm, tensors)
-        worker.pack_reloaded_experts = kept
-        found["without repair"] = apart(engine_logprobs(llm), wanted)
-    return found
-
-
-NOT_MIXED = ("jamba",)
-"""Families that may have experts and have none here."""
-
-
-def _with(hf: nn.Module, published: Published, tensors: dict[str, Tensor]) -> nn.Module:
+def _with(hf: Any, tensors: dict[str, Tensor]) -> Any:
     """A fresh model with these tensors of files."""
     directory = tempfile.mkdtemp()
-    from safetensors.torch import save_file
-
-    save_file(
-        {key: value.contiguous() for key, value in tensors.items()},
-        f"{directory}/model.safetensors",
-        metadata={"format": "pt"},
-    )
+    whole = {key: value.contiguous() for key, value in tensors.items()}
+    save_file(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
     hf.config.save_pretrained(directory)
     return load_own(directory)
 
 
-def _unrepaired(model: nn.Module) -> None:
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None:
-            vars(method).pop("process_weights_after_loading", None)
+def apart(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max())
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())
-
-
-def in_child(name: str, out: Callable[[dict[str, Any]], None]) -> None:
+def in_child(name: str) -> dict[str, Any]:
     """Measure a family in a forked process, within the deadline."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -189,8 +128,8 @@ def in_child(name: str, out: Callable[[dict[str, Any]], None]) -> None:
         with tempfile.TemporaryDirectory() as directory:
             try:
                 found = measure(name, Path(directory))
-            except Exception as error:  # noqa: BLE001 - what the engine raises is what is asked for
-                found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            except Exception as error:  # noqa: BLE001 - it ends this family, not the others
+                found = {"failed": f"{type(error).__name__}: {in_words(error)}"}
         found["seconds"] = round(time.monotonic() - started, 1)
         os.write(writer, json.dumps(found).encode())
         os._exit(0)
@@ -203,7 +142,7 @@ def in_child(name: str, out: Callable[[dict[str, Any]], None]) -> None:
         os.waitpid(child, 0)
     text = os.read(reader, 1 << 16)
     os.close(reader)
-    out({"family": name} | (json.loads(text) if text else {"error": "the process died"}))
+    return {"family": name} | (json.loads(text) if text else {"failed": "the process died"})
 
 
 def main() -> None:
@@ -211,15 +150,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-
-    def out(line: dict[str, Any]) -> None:
-        print(json.dumps(line), flush=True)
-        if arguments.out:
-            with open(arguments.out, "a") as file:
-                file.write(json.dumps(line) + "\n")
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    set_environment("cpu")
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - once, for all children
 
     for name in arguments.names or FAMILIES:
-        in_child(name, out)
+        line = json.dumps(in_child(name))
+        print(line, flush=True)
+        if arguments.out:
+            with open(arguments.out, "a") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

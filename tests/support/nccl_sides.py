@@ -85,8 +85,9 @@ class Receiver:
         )
         self.received: dict[str, torch.Tensor] = {}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
+        hf = SimpleNamespace(tie_word_embeddings=False)
         model = SimpleNamespace(
-            model=str(directory), hf_text_config=SimpleNamespace(tie_word_embeddings=False)
+            model=str(directory), revision=None, hf_config=hf, hf_text_config=hf
         )
         self.engine = NcclEngine(
             WeightTransferConfig(backend="nccl"),

@@ -4,7 +4,6 @@ and not without reading them.
 
 from __future__ import annotations
 
-import json
 import os
 from functools import cache
 from pathlib import Path
@@ -16,56 +15,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.config.load import load_config
 from async_grpo.groups import Group
-from async_grpo.observe.console.console import Console
-from async_grpo.replay.history import read_history
-from async_grpo.replay.ledger import State
-from async_grpo.trainer import Trainer
+from tests.support.chain_runs import run_chain
 from tests.support.engine_weights import learner_logprobs
-from tests.support.recipes import CONFIGS
 
 STEPS = 20
 pytestmark = pytest.mark.timeout(280)
 
 
-def run(home: Path, *overrides: str) -> dict[str, Any]:
-    """A run of the recipe: its evaluations and steps, and the groups that it trained."""
-    config = load_config(
-        CONFIGS / "chain.yaml",
-        [
-            f"run={{name: chain, dir: {home}/run, total_steps: {STEPS}}}",
-            "weight_sync.kv_cache=recompute",
-            "evaluation.max_samples=200",
-            "checkpoint={every_steps: 1, keep: 1000}",
-            "tracking={mlflow: false, report: false}",
-            "cluster.rollout_actors.max=1",
-            *overrides,
-        ],
-    )
-    with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
-        before = trainer.evaluate()
-        trainer.train()
-        after = trainer.evaluate()
-    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
-    history = read_history(home / "run" / "journal")
-    trained = [
-        history.group(group_id)
-        for group_id, record in history.groups.items()
-        if record.state is State.TRAINED
-    ]
-    return {
-        "home": home,
-        "config": config,
-        "steps": [line for line in lines if "train/loss" in line],
-        "accuracy": [found["eval/accuracy_greedy"] for found in (before, after)],
-        "groups": [group for group in trained if group is not None],
-    }
-
-
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("chain"))
+    return run_chain(tmp_path_factory.mktemp("chain"), f"run.total_steps={STEPS}")
 
 
 def test_the_chain_is_learned(chain: dict[str, Any]) -> None:

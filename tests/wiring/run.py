@@ -23,6 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.outbox import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.preflight import architecture
 from async_grpo.report import launch
 from async_grpo.runtime.storage import StorageFailure, Written
 from async_grpo.warm_start import cache as warm_start_cache
@@ -122,6 +123,7 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
 
     with ExitStack() as stack:
         for target, name, fake in (
+            (architecture, "_ask", lambda _: {"refused": "", "sure": False}),
             (trainer_module, "Connection", lambda *_, **__: _connection()),
             (system_module, "System", _system(seen, disk=disk)),
             (system_module, "reserve", _reserve),

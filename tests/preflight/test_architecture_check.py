@@ -1,0 +1,106 @@
+"""Whether learner and engine can compute a model, told before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.preflight import architecture
+from async_grpo.preflight.architecture import check_architecture
+from tests.support import unrepaired
+from tests.support.families import write_family
+from tests.support.models import write_model
+
+UNASKED = {"refused": "", "sure": False}
+
+
+@pytest.fixture(autouse=True)
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "ANSWERS", str(tmp_path / "answers"))
+
+
+def config(model: str, **rollout: int) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 2},
+            "model": {"path": model},
+            "rollout": {"prompt_length": 16, "response_length": 16, "group_size": 4} | rollout,
+        }
+    )
+
+
+def notes(model: str, **rollout: int) -> list[str]:
+    return list(check_architecture(config(model, **rollout), model))
+
+
+def test_publications_that_do_not_arrive_are_seen_on_a_copy(tmp_path: Path) -> None:
+    """In engines that pack experts only once, as vLLM does by itself."""
+    write_family("qwen3_moe", tmp_path / "model")
+    with unrepaired.in_engines(), pytest.raises(SetupError) as caught:
+        notes(str(tmp_path / "model"))
+    said = str(caught.value)
+    assert "which the engine cannot run: new weights do not arrive in it: log-probs are " in said
+
+
+def test_a_sure_answer_is_asked_once_for_models_of_a_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    answer = {"refused": "it has no legs", "sure": False}
+    monkeypatch.setattr(architecture, "_ask", lambda what: asked.append(what) or answer)
+    one, other = (
+        write_model(tmp_path / name, hidden=size) for name, size in (("a", 64), ("b", 64))
+    )
+    for _ in range(2):
+        with pytest.raises(SetupError, match="which the engine cannot run: it has no legs"):
+            notes(one)
+    assert len(asked) == 2, "what may have been an accident is asked again"
+    answer["sure"] = True
+    for model in (one, other):
+        with pytest.raises(SetupError, match="no legs"):
+            notes(model)
+    assert len(asked) == 3
+    tied = write_model(tmp_path / "tied", tied=True)
+    with pytest.raises(SetupError, match="no legs"):
+        notes(tied)
+    assert len(asked) == 4 and asked[-1]["arguments"]["model"] == tied
+
+
+def test_what_a_forward_pass_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda _: UNASKED)
+    for name in ("bloom", "gemma2", "llama"):
+        write_family(name, tmp_path / name)
+    [rows] = notes(str(tmp_path / "bloom"), prompt_length=48)
+    assert rows == (
+        "note: bloom goes through its own forward pass in padded rows, so that a prompt is "
+        "computed once for every response: with these lengths up to 2.3 times the tokens "
+        "(docs/models.md)"
+    )
+    [logits] = notes(str(tmp_path / "gemma2"))
+    assert "memory grows with the square of a row's length" in logits
+    assert notes(str(tmp_path / "llama")) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("import sys; sys.exit('no luck')", "vLLM could not be asked .*: no luck"),
+        ("import time; time.sleep(60)", "vLLM did not say within 1 s"),
+    ],
+)
+def test_an_engine_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, says: str
+) -> None:
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda _, **rest: run([sys.executable, "-c", command], **rest)
+    )
+    monkeypatch.setattr(architecture, "ENGINE_ANSWER_S", 1.0)
+    with pytest.raises(SetupError, match=says):
+        notes(write_model(tmp_path / "model"))

@@ -1,0 +1,95 @@
+"""Architectures on the whole system: three steps of learner and engine, publications compared with
+the engine's log-probs, and the files that are left.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config.load import load_config
+from async_grpo.errors import SetupError
+from async_grpo.observe.console.console import Console
+from async_grpo.trainer import Trainer
+from tests.support.families import write_family
+from tests.support.recipes import CONFIGS
+
+STEPS = 3
+IN_CI = "qwen3_moe"
+"""A mixture of experts in packed rows; the others are slow."""
+pytestmark = pytest.mark.timeout(400)
+
+
+def trainer_of(home: Path, name: str, log: Any, *overrides: str) -> Trainer:
+    write_family(name, home / "model")
+    config = load_config(
+        CONFIGS / "quickstart.yaml",
+        [
+            f"run={{name: {name}, dir: {home}/run, total_steps: {STEPS}}}",
+            f"model={{warm_start: null, path: {home}/model}}",
+            "task.name=tests.support.mixed_task:Mixed",
+            "rollout.rollout_batch_size=4",
+            "evaluation={before: false, max_samples: 8}",
+            "weight_sync={self_check: true, verify_every: 1}",
+            "tracking={mlflow: false, report: false}",
+            "cluster.rollout_actors.max=1",
+            "cluster.engine.max_num_seqs=32",
+            *overrides,
+        ],
+    )
+    return Trainer(config, console=Console(log))
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        IN_CI,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma2", "falcon_h1", "mamba2", "bloom", "olmoe", "mixtral", "granitemoe")
+        ),
+    ],
+)
+def test_three_steps_of(name: str, tmp_path: Path) -> None:
+    with open(tmp_path / "log.txt", "w") as log, trainer_of(tmp_path, name, log) as trainer:
+        trainer.train()
+        assert trainer.steps_done == STEPS
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "train/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert steps[-1]["weights/probes"] > 0 and steps[-1]["weights/drift"] <= 1e-4
+    before = tensors(tmp_path / "model")
+    after = tensors(checkpoint.path_for(tmp_path / "run", STEPS) / checkpoint.MODEL)
+    assert {name: one.shape for name, one in before.items()} == {
+        name: one.shape for name, one in after.items()
+    }
+    moved = [name for name, one in before.items() if not torch.equal(one, after[name])]
+    assert len(moved) > len(before) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["doge", "lfm2"])
+def test_what_no_engine_computes_is_refused_before_anything_starts(
+    name: str, tmp_path: Path
+) -> None:
+    with (
+        open(tmp_path / "log.txt", "w") as log,
+        pytest.raises(SetupError, match="which the engine cannot run"),
+        trainer_of(tmp_path, name, log) as trainer,
+    ):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
