@@ -16,18 +16,32 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-VOCABULARY, WINDOW, EXPERTS = 128, 8, 4
+VOCABULARY, WINDOW, CHUNK, EXPERTS = 128, 8, 32, 4
 LARGEST = 400_000_000
 """Parameters of a copy, at most; a larger one would take seconds and gigabytes."""
-_WINDOW = re.compile(r"(^|_)(window|window_size|sliding_window|chunk_size)$")
+_WINDOW = re.compile(r"(^|_)(window|window_size|sliding_window)$")
+_CHUNK = re.compile(r"(^|_)chunk_size$")
 _EXPERTS = re.compile(r"(^|_)(num_|n_|num_local_|n_routed_|moe_num_)(local_|routed_)?experts$")
 _GROUPS = ("n_group", "topk_group")
 
 
-def candidates(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+def short_windows(config: PretrainedConfig, longest_row: int) -> list[str]:
+    """Name the keys of windows that are shorter than rows."""
+    return [
+        key
+        for key, value in vars(config.get_text_config()).items()
+        if _WINDOW.search(key) and isinstance(value, int) and value < longest_row
+    ]
+
+
+def candidates(
+    config: PretrainedConfig, *, longest_row: int | None = None
+) -> Iterator[PretrainedConfig]:
     """Make configurations of copies, the smallest first, the unchanged one last. Not each of them
-    need be one that a model can be made from.
+    need be one that a model can be made from. longest_row: windows that are as long stay as they
+    are; None: no window does.
     """
+    windows = None if longest_row is None else short_windows(config, longest_row)
     for narrow in (True, False):
         small = copy.deepcopy(config)
         text = small.get_text_config()
@@ -36,7 +50,10 @@ def candidates(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
             if _WINDOW.search(key):
-                setattr(text, key, min(value, WINDOW))
+                if windows is None or key in windows:
+                    setattr(text, key, min(value, WINDOW))
+            elif _CHUNK.search(key):  # engines want multiples of a cache's block
+                setattr(text, key, min(value, CHUNK))
             elif _EXPERTS.search(key):
                 setattr(text, key, min(value, EXPERTS))
             elif key in _GROUPS:

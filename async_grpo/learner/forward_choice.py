@@ -63,8 +63,9 @@ RAISED = (
 """What transformers raises for configurations that make no model, for packages that it lacks, and
 for arguments and attention that a model does not know.
 """
-_LENGTHS = (5, (6, 3)), (7, (4,)), (2, (2, 6)), (8, (6, 6, 5))
-"""Prompts, and the responses to each: longer than the windows of copies, in several buckets."""
+_LENGTHS = (5, (6, 3)), (7, (4,)), (2, (2, 6)), (8, (6, 6, 5)), (30, (9,))
+"""Prompts, and the responses to each: longer than windows and chunks of copies, in several buckets.
+"""
 _IDS = range(3, 97)
 
 

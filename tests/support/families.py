@@ -46,8 +46,8 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -169,7 +169,8 @@ FAMILIES = {
     "gemma2": _own_head("gemma2", HEADED, query_pre_attn_scalar=32, sliding_window=WINDOW),
     "vaultgemma": _own_head("vaultgemma", HEADED, query_pre_attn_scalar=32),
     "cohere": _own_head("cohere", GROUPED, logit_scale=0.25),
-    "cohere2": _own_head("cohere2", HEADED, sliding_window=WINDOW),
+    "cohere2": _own_head("cohere2", HEADED, sliding_window=512),
+    "cohere2_window": _own_head("cohere2", HEADED, sliding_window=WINDOW),
     "granite": _own_head(
         "granite",
         GROUPED,
@@ -191,7 +192,7 @@ FAMILIES = {
     "granitemoe": _packed("granitemoe", GROUPED, LOCAL_EXPERTS),
     "gpt_oss": _packed("gpt_oss", HEADED, LOCAL_EXPERTS, sliding_window=WINDOW),
     "deepseek_v2": _packed("deepseek_v2", LATENT, ROUTED, q_lora_rank=None),
-    "deepseek_v3": _packed("deepseek_v3", LATENT, ROUTED, q_lora_rank=32),
+    "deepseek_v3": _packed("deepseek_v3", LATENT, ROUTED, q_lora_rank=32, topk_method="noaux_tc"),
     "glm4_moe": _packed("glm4_moe", HEADED, ROUTED),
     # attention of the model's own, or chunks
     "falcon": _rows(
@@ -267,7 +268,16 @@ FAMILIES = {
         use_mamba_kernels=False,
         mamba_d_state=16,
     ),
-    "lfm2": _rows("lfm2", GROUPED, layer_types=["conv", "full_attention"]),
+    "lfm2": _rows(
+        "lfm2",
+        GROUPED,
+        layer_types=["conv", "full_attention"],
+        conv_dim=128,
+        block_dim=128,
+        block_multiple_of=1,
+        block_auto_adjust_ff_dim=False,
+        block_ffn_dim_multiplier=1.0,
+    ),
     "recurrent_gemma": Family(
         "recurrent_gemma",
         HEADED | {"num_hidden_layers": 3, "lru_width": 128, "attention_window_size": WINDOW},
