@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,17 @@ def build(config: PretrainedConfig, auto: Any, **arguments: Any) -> PreTrainedMo
                 if tensor.is_floating_point() and tensor.dim() <= 1:
                     tensor.add_(0.05 * torch.randn(tensor.shape))
     return hf
+
+
+def limits(config: PretrainedConfig) -> tuple[range, int]:
+    """Return ids that a model has and that mean nothing special, and how many tokens a row of it
+    may have.
+    """
+    text = config.get_text_config()
+    words = min(getattr(text, "vocab_size", VOCABULARY), VOCABULARY)
+    positions = getattr(text, "max_position_embeddings", None)
+    ids = range(3, words - 6) if words > 10 else range(words)
+    return ids, positions if isinstance(positions, int) else sys.maxsize
 
 
 def _shorten(text: PretrainedConfig) -> None:

@@ -66,7 +66,6 @@ for arguments and attention that a model does not know.
 _LENGTHS = (5, (6, 3)), (7, (4,)), (2, (2, 6)), (8, (6, 6, 5)), (30, (9,))
 """Prompts, and the responses to each: longer than windows and chunks of copies, in several buckets.
 """
-_IDS = range(3, 97)
 
 
 class Untrainable(SetupError, ValueError):
@@ -102,13 +101,14 @@ def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Cho
         for alone in ALONE:
             try:
                 policy = _copy(small, auto, named, alone).eval()
-                expected = _logprobs(policy, [[row] for row in rows()])
+                expected = _logprobs(policy, [[row] for row in rows(small)])
             except RAISED as error:
                 why = _reason(error)
                 continue
             if np.isfinite(expected).all():
                 make = partial(_copy, small, auto, named)
-                return replace(_first_right(expected, config.model_type, make), alone=alone)
+                right = _first_right(expected, rows(small), config.model_type, make)
+                return replace(right, alone=alone)
             why = "its log-probs are no numbers"
     return Choice(PASSES[0], unchecked=why)
 
@@ -117,50 +117,57 @@ def confirm(
     logprobs: Callable[[ForwardPass, list[PackedRow]], list[np.ndarray]],
     choice: Choice,
     *,
-    kind: str,
+    config: PretrainedConfig,
     exact: bool,
     agree: Callable[[float], float] = lambda value: value,
 ) -> Choice:
     """Compare with the loaded model, beginning with the pass of `choice`; where no copy was tried,
     continue with the others. Every rank makes the same calls. Raises Untrainable.
 
-    logprobs(pass, rows): of the responses to `rows`, each [L]; exact: whether in float32;
+    logprobs(pass, rows): of the responses to `rows`, each [L]; config: of the model; exact: whether
+    in float32;
     agree(value): the same on every rank.
     """
-    expected = np.concatenate(logprobs(choice.alone, rows()))
+    tried = rows(config)
+    expected = np.concatenate(logprobs(choice.alone, tried))
     found: dict[ForwardPass, str] = {}
     passes = PASSES[PASSES.index(choice.forward_pass) :]
     for one in passes if choice.unchecked else passes[:1]:
         needs_logits()
-        apart = np.abs(np.concatenate(logprobs(one, rows())) - expected)
+        apart = np.abs(np.concatenate(logprobs(one, tried)) - expected)
         difference = agree(float(apart.mean()))
         if difference <= (LOADED_BOUND if exact else HALF_BOUND):
             return replace(choice, forward_pass=one, needs_logits=needs_logits())
         found[one] = f"{difference:.2g} nats apart on average"
-    raise Untrainable(_sentence(kind, found))
+    raise Untrainable(_sentence(config.model_type, found))
 
 
-def rows() -> list[PackedRow]:
-    """Make the rows that are tried."""
+def rows(config: PretrainedConfig) -> list[PackedRow]:
+    """Make the rows that are tried, of tokens and lengths that the model has."""
     random = np.random.default_rng(3)
+    ids, longest = copies.limits(config)
     made = []
     for length, responses in _LENGTHS:
-        prompt = random.integers(_IDS.start, _IDS.stop, length)
+        prompt = random.integers(ids.start, ids.stop, length)
         made += [
-            response_row(prompt, random.integers(_IDS.start, _IDS.stop, response))
+            response_row(prompt, random.integers(ids.start, ids.stop, response))
             for response in responses
+            if length + response <= longest
         ]
     return made
 
 
 def _first_right(
-    expected: np.ndarray, kind: str, make: Callable[[ForwardPass], PolicyModel]
+    expected: np.ndarray,
+    tried: list[PackedRow],
+    kind: str,
+    make: Callable[[ForwardPass], PolicyModel],
 ) -> Choice:
     found: dict[ForwardPass, str] = {}
     for one in PASSES:
         needs_logits()
         try:
-            difference = float(np.abs(_logprobs(make(one).train(), [rows()]) - expected).max())
+            difference = float(np.abs(_logprobs(make(one).train(), [tried]) - expected).max())
         except RAISED as error:
             found[one] = _reason(error)
             continue

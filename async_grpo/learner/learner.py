@@ -159,7 +159,7 @@ class Learner:
         choice = confirm(
             logprobs,
             self._choose(model_dir),
-            kind=policy.hf.config.model_type,
+            config=policy.hf.config,
             exact=self._dtype == torch.float32,
             agree=self._collectives.largest,
         )

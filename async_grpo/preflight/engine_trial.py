@@ -41,14 +41,15 @@ weights move log-probs by more.
 """
 MOVE = 0.1
 """Size of the published change, as a share of each tensor's root mean square."""
-_LENGTHS, _IDS = (13, 14, 6, 12, 39), (3, 97)
+_LENGTHS = (13, 14, 6, 12, 39)
 
 
 @dataclass
 class Trial:
-    """A copy in files, its log-probs, and others that are published later."""
+    """A copy in files, rows, their log-probs, and others that are published later."""
 
     directory: str
+    rows: list[list[int]]
     expected: np.ndarray
     published: dict[str, Tensor]
     moved: np.ndarray
@@ -87,20 +88,22 @@ def trial_of(hf: PreTrainedModel, directory: str) -> Trial:
     published = Published(hf, keeps=True, files=file_shapes(directory))
     with published.perturbed(scale=MOVE, seed=7):
         tensors = {name: tensor.clone() for name, tensor in published.named()}
-        return Trial(directory, expected, tensors, own_logprobs(hf))
+        return Trial(directory, rows(hf.config), expected, tensors, own_logprobs(hf))
 
 
-def rows() -> list[list[int]]:
+def rows(config: PretrainedConfig) -> list[list[int]]:
     """Make the rows that are scored, longer than windows and chunks of copies."""
     random = np.random.default_rng(5)
-    return [random.integers(*_IDS, length).tolist() for length in _LENGTHS]
+    ids, longest = copies.limits(config)
+    lengths = [length for length in _LENGTHS if length <= longest]
+    return [random.integers(ids.start, ids.stop, length).tolist() for length in lengths]
 
 
 @torch.no_grad()
 def own_logprobs(hf: PreTrainedModel) -> np.ndarray:
     """Log-probs of all tokens but the first of every row, by transformers, one row at a time."""
     found = []
-    for row in rows():
+    for row in rows(hf.config):
         ids = torch.tensor([row])
         logprobs = hf(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         found.append(logprobs[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy())
@@ -110,11 +113,11 @@ def own_logprobs(hf: PreTrainedModel) -> np.ndarray:
 def attempt(trial: Trial, arguments: dict[str, Any], dtype: str) -> str:
     """Return what an engine does wrong with a copy, or ""."""
     engine = TrialEngine(arguments | {"model": trial.directory, "dtype": dtype})
-    apart = np.abs(engine.logprobs(rows()) - trial.expected)
+    apart = np.abs(engine.logprobs(trial.rows) - trial.expected)
     if not _small(apart, dtype):
         return f"it computes log-probs that are {apart.max():.2g} nats from those of transformers"
     engine.publish(trial.published)
-    apart = np.abs(engine.logprobs(rows()) - trial.moved)
+    apart = np.abs(engine.logprobs(trial.rows) - trial.moved)
     if not _small(apart, dtype):
         return (
             f"new weights do not arrive in it: log-probs are {apart.max():.2g} nats off afterwards"

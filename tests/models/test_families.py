@@ -15,7 +15,7 @@ from async_grpo.learner.model import load_model, model_class
 from async_grpo.learner.packing import PackedRow, pack
 from async_grpo.learner.weights import Published
 from async_grpo.weights.names import check_names, file_shapes
-from tests.support.families import FAMILIES, write_family
+from tests.support.families import FAMILIES, config_of, write_family
 
 LOGPROBS, GRADIENTS = 2e-5, 2e-4
 """Largest differences that are rounding: in nats, and as a share of the largest gradient."""
@@ -43,7 +43,7 @@ def own_logprobs(directory: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = model_class(config).from_pretrained(directory, attn_implementation="sdpa")
     model.eval()
     values, total = [], torch.zeros(())
-    for number, row in enumerate(rows()):
+    for number, row in enumerate(rows(config)):
         prompt, response, _ = row
         ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -83,11 +83,12 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_forward_pass(family
         float32_head=False,
         forward_pass=chosen,
     ).train()
-    packed = pack(rows(), torch.device("cpu"))
+    tried = rows(policy.hf.config)
+    packed = pack(tried, torch.device("cpu"))
     logprobs, _ = policy(packed, 1.0, False)
     apart = (logprobs - torch.cat([values[index] for index in packed.order])).abs().max()
     assert apart < LOGPROBS
-    weights = [weight(rows()[index], index) for index in packed.order]
+    weights = [weight(tried[index], index) for index in packed.order]
     (logprobs * torch.cat(weights)).sum().backward()
     found = gradients(policy.hf)
     assert set(found) <= set(wanted) and all(
@@ -141,3 +142,13 @@ def test_files_without_the_decoders_prefix_are_published_as_they_are(tmp_path: P
     published = dict(Published(hf, keeps=False, files=file_shapes(str(tmp_path))).named())
     assert published.keys() <= old.keys()
     assert all(torch.equal(one, old[name]) for name, one in published.items())
+
+
+@pytest.mark.parametrize(("words", "positions"), [(14, 512), (128, 12), (5, 8)])
+def test_rows_that_are_tried_are_such_that_the_model_has(words: int, positions: int) -> None:
+    small = config_of("llama", vocab_size=words, max_position_embeddings=positions)
+    made = rows(small)
+    assert made and max(len(row[0]) + len(row[1]) for row in made) <= positions
+    assert max(int(ids.max()) for row in made for ids in row[:2]) < words
+    choice = choose(small, trust_remote_code=False)
+    assert choice.forward_pass.rows == "packed" and not choice.unchecked

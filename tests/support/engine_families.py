@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
-from async_grpo.preflight.engine_trial import MOVE, own_logprobs, prepare, rows, trial_of, verdict
+from async_grpo.preflight.engine_trial import MOVE, own_logprobs, prepare, trial_of, verdict
 from async_grpo.rollout.engine_arguments import set_environment
 from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
 from async_grpo.weights.names import file_shapes
@@ -34,6 +34,7 @@ from tests.support import unrepaired
 from tests.support.families import FAMILIES, write_family
 
 DEADLINE_S = 240.0
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 EXACT = 1e-4
 """Largest difference in nats, in float32."""
 HALF = ("qwen3_next",)
@@ -113,7 +114,7 @@ def differences(name: str, directory: str, arguments: dict[str, Any]) -> dict[st
     engine = TrialEngine(arguments)
 
     def apart(wanted: np.ndarray) -> float:
-        found = np.abs(engine.logprobs(rows()) - wanted)
+        found = np.abs(engine.logprobs(trial.rows) - wanted)
         return float(found.mean() if name in HALF else found.max())
 
     found = {"first": apart(trial.expected), "moved": apart(trial.moved)}
@@ -177,21 +178,52 @@ def in_child(name: str) -> dict[str, Any]:
     return {"family": name} | (json.loads(text) if text else {"failed": "the process died"})
 
 
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/models.md."""
+    written = [
+        "| family | learner | first load | publication | engine on CPU |",
+        "|---|---|---|---|---|",
+    ]
+    for line in sorted(lines, key=lambda line: str(line["family"])):
+        family = FAMILIES[line["family"]]
+        head = ", own head" if family.head == "own" else ""
+        first, published = (
+            f"{line[key]:.1g}" if key in line else "" for key in ("first", "published")
+        )
+        said = line["trial"].replace("|", "/") or "computes it"
+        half = " (bfloat16, means)" if line["family"] in HALF else ""
+        written.append(
+            f"| `{line['family']}` | {family.rows}{head} | {first} | {published} | {said}{half} |"
+        )
+    return written
+
+
+def write_table(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Replace what stands between the markers."""
+    before, rest = path.read_text().split(BEGIN)
+    path.write_text("\n".join([before + BEGIN, *table(lines), END + rest.split(END)[1]]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--docs", type=Path, help="docs/models.md")
     arguments = parser.parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     set_environment("cpu")
     import vllm.v1.worker.cpu_worker  # noqa: F401 - once, for all children
 
+    found = []
     for name in arguments.names or FAMILIES:
-        line = json.dumps(in_child(name))
+        found.append(in_child(name))
+        line = json.dumps(found[-1])
         print(line, flush=True)
         if arguments.out:
             with open(arguments.out, "a") as file:
                 file.write(line + "\n")
+    if arguments.docs:
+        write_table(arguments.docs, found)
 
 
 if __name__ == "__main__":
