@@ -2,6 +2,9 @@
 
 Runs in: learner ranks. Hides peft. Invariants:
 
+- What text does not go through (a model's tower for images) stays as it is: it has no gradient, and
+  an optimizer would decay it.
+
 - Adapters stand beside the weights, W x + scaling B A x; base weights never change.
 - Adapters start as no change at all (B is zero) and equal on every rank; the language-model head
   and the embeddings get none.
@@ -41,10 +44,23 @@ def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> N
     if settings.lora is not None:
         _attach(hf, settings.lora, seed=seed, base=base)
         return
+    for parameter in _beside_text(hf):
+        parameter.requires_grad_(False)
     if settings.freeze:
         _freeze(hf, settings.freeze)
     if settings.router == "frozen":
         _freeze_routers(hf)
+
+
+def _beside_text(hf: PreTrainedModel) -> list[nn.Parameter]:
+    """Find the parameters that text does not go through: of a model that has its language model
+    inside, all others.
+    """
+    if hf.config.get_text_config() is hf.config:
+        return []
+    parts = (hf.get_decoder(), hf.get_input_embeddings(), hf.get_output_embeddings())
+    inside = {id(parameter) for part in parts for parameter in part.parameters()}
+    return [parameter for parameter in hf.parameters() if id(parameter) not in inside]
 
 
 def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -105,9 +121,16 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
 
 
 def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
-    """Find the layers that get adapters: linear ones, and no router. Raises UntrainableError."""
-    # the head is a class of ours by now
-    linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+    """Find the layers that get adapters: linear ones, no head and no router. Raises
+    UntrainableError.
+    """
+    beside = {id(parameter) for parameter in _beside_text(hf)}
+    head = hf.get_output_embeddings()
+    linear = [
+        name
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in beside
+    ]
     if isinstance(lora.target_modules, str):
         routers = {name.rpartition(".")[0] for block in blocks(hf) for name, _ in block.routers()}
         if not (found := [name for name in linear if name not in routers]):
@@ -125,7 +148,10 @@ def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
                 "they are"
             )
         matching = {
-            name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")
+            name
+            for name, module in hf.named_modules()
+            if (name == target or name.endswith(f".{target}"))
+            and not any(id(parameter) in beside for parameter in module.parameters())
         }
         if not matching or not matching <= set(linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))

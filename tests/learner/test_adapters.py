@@ -216,7 +216,7 @@ def check_trained(
         assert_close(published, wanted[1])
     else:
         assert history[0]["train/grad_norm"] == pytest.approx(
-            wanted[0][0]["train/grad_norm"], rel=0.1
+            wanted[0][0]["train/grad_norm"], rel=0.15
         )
     by_hand = merged_by_hand(held)
     assert list(published) == list(by_hand) == [name for name in wanted[1]]

@@ -115,6 +115,24 @@ def test_adapters_train_and_are_merged(models: dict[str, str], name: str) -> Non
     assert not any(".experts." in key or ".gate." in key for key in moved), "experts have none"
 
 
+@pytest.mark.parametrize("name", ["gemma3_vision", "qwen2_5_vl"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_what_sees_stays_as_it_is_while_text_is_trained(
+    name: str, lora: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    write_family(name, tmp_path)
+    case = make_case(str(tmp_path), n_updates=2)
+    settings = config(1, model={"lora": lora}, weight_decay=0.5, lr=1e-2)
+    with open_learner(settings, {name: str(tmp_path)}, case, name=name) as learner:
+        before = copy_weights(learner)
+        train(learner, case, [split(range(len(rows)), 2) for rows in case.updates])
+        after = copy_weights(learner)
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    seeing = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
+    assert moved and seeing and not moved & seeing
+    assert lora or moved == set(before) - seeing
+
+
 def test_a_frozen_router_stays_and_experts_move(models: dict[str, str]) -> None:
     case = make_case(models["qwen3_moe"], n_updates=2)
     for router in ("train", "frozen"):

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
+from async_grpo.learner.model import model_class
 from async_grpo.wire import codec
 from tests.support import forkserver
 
@@ -165,9 +166,11 @@ def make_config(**changes: dict[str, Any]) -> Config:
 
 
 def plain_model(directory: str, *, attention: str = "sdpa") -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=attention
-    ).train()
+    return (
+        model_class(AutoConfig.from_pretrained(directory))
+        .from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
+        .train()
+    )
 
 
 def row_distribution(

@@ -106,3 +106,21 @@ def test_what_no_engine_computes_is_refused_before_anything_starts(
     ):
         trainer.train()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_small_mixture_of_experts_learns_the_quickstarts_task(tmp_path: Path) -> None:
+    config = load_config(
+        CONFIGS / "quickstart.yaml",
+        [
+            f"run={{name: experts, dir: {tmp_path}/run, total_steps: 120}}",
+            "model.warm_start.experts=8",
+            "tracking={mlflow: false, report: false}",
+        ],
+    )
+    with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
+        before = trainer.evaluate()
+        trainer.train()
+        after = trainer.evaluate()
+    gain = after["eval/accuracy_greedy"] - before["eval/accuracy_greedy"]
+    assert gain >= 0.3, (before, after)
