@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,6 @@ import numpy as np
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.chain import Chain, ChainEnvironment
 from async_grpo.rollout.session import SessionRow
-
-SLOW_S = 0.2
 
 
 class _Blank(ChainEnvironment):
@@ -44,13 +43,22 @@ class ShiftedChain(Chain):
 
 
 class _Slow(ChainEnvironment):
+    """Takes as long for an answer as the turn before it took."""
+
+    def reset(self, problem: Any, seed: int) -> Observation:
+        first = super().reset(problem, seed)
+        self._since = time.monotonic()
+        return first
+
     async def step(self, action: Action) -> Observation:  # type: ignore[override]
-        await asyncio.sleep(SLOW_S)
-        return super().step(action)
+        await asyncio.sleep(time.monotonic() - self._since)
+        answer = super().step(action)
+        self._since = time.monotonic()
+        return answer
 
 
 class SlowChain(Chain):
-    """Its environments take about as long as a turn is generated on two cores."""
+    """Its environments take as long as generation, whatever the machine."""
 
     def environment(self) -> ChainEnvironment:
         return _Slow()

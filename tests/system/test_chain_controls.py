@@ -36,8 +36,9 @@ def test_wrong_tokens_of_the_environment_are_seen_in_the_log_probs(tmp_path: Pat
         "run.total_steps=6",
         "checkpoint.every_steps=0",
     )
-    seen = [line["weights/sampler_error"] for line in found["steps"]]
-    assert min(seen) > 1e-2, seen
+    name = "weights/sampler_error"
+    seen = [line[name] for line in found["steps"] if name in line]
+    assert seen and min(seen) > 1e-2, seen
 
 
 def test_slow_environments_keep_no_engine_waiting(tmp_path: Path) -> None:
@@ -50,5 +51,5 @@ def test_slow_environments_keep_no_engine_waiting(tmp_path: Path) -> None:
     )
     last = found["steps"][-1]
     waiting, working = last["time/engine/environment"], last["time/engine/working"]
-    assert last["rollout/environment_s"] > 0.2
+    assert last["rollout/environment_s"] > 0.1
     assert working / (working + waiting) >= 0.9, (working, waiting)
