@@ -116,9 +116,8 @@ class Worker:
 
         self._calls, self.loaded, self.hang_at = WorkerExtension, {}, -1
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-        model = SimpleNamespace(
-            model=directory, hf_text_config=SimpleNamespace(tie_word_embeddings=False)
-        )
+        hf = SimpleNamespace(tie_word_embeddings=False)
+        model = SimpleNamespace(model=directory, revision=None, hf_config=hf, hf_text_config=hf)
         settings = SimpleNamespace(parallel_config=parallel, model_config=model)
         self.weight_transfer_engine = self._engine = NcclEngine(
             WeightTransferConfig(backend="nccl"), settings, torch.device("cpu"), self
