@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.groups import Group
+from async_grpo.groups import Group, Row
 from tests.support.chain_runs import run_chain
 from tests.support.engine_weights import learner_logprobs
 
@@ -48,15 +48,19 @@ def test_every_sampled_token_has_the_log_prob_of_its_version(chain: dict[str, An
     """
     between = within = 0
     rows = [(group, row) for group in chain["groups"] for row in group.rows]
-    mixed = [(group, row) for group, row in rows if len(row.versions) > 1]
-    picked = [one for one in mixed if one[1].versions[0].policy_version >= 2][:60]
+    mixed = [
+        (group, row)
+        for group, row in rows
+        if len(row.versions) > 1 and row.versions[0].policy_version >= 2
+    ]
+    inside = [one for one in mixed if changes_inside_a_turn(one[1])]
+    outside = [one for one in mixed if not changes_inside_a_turn(one[1])]
+    picked = [one for kind in (inside, outside) for one in kind[:: max(1, len(kind) // 30)][:30]]
     errors: list[float] = []
     others: list[float] = []
     for group, row in picked:
-        turns = np.cumsum([sampled for _, sampled in row.segments])
-        changes = [span.start for span in row.versions[1:]]
-        between += any(at in turns for at in changes)
-        within += any(at not in turns for at in changes)
+        within += changes_inside_a_turn(row)
+        between += not changes_inside_a_turn(row)
         sampled = np.concatenate(
             [
                 np.arange(end - count, end)
@@ -74,6 +78,11 @@ def test_every_sampled_token_has_the_log_prob_of_its_version(chain: dict[str, An
                 found.extend(np.abs(whole[part] - row.behavior_logprobs[part]).tolist())
     assert between >= 3 and within >= 3, (between, within)
     assert max(errors) <= 1e-4 and sum(others) / len(others) > 1e-3
+
+
+def changes_inside_a_turn(row: Row) -> bool:
+    turns = np.cumsum([sampled for _, sampled in row.segments])
+    return any(span.start not in turns for span in row.versions[1:])
 
 
 @cache
