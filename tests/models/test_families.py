@@ -144,6 +144,17 @@ def test_files_without_the_decoders_prefix_are_published_as_they_are(tmp_path: P
     assert all(torch.equal(one, old[name]) for name, one in published.items())
 
 
+def test_a_bias_that_is_zero_is_moved_by_a_test_publication_too() -> None:
+    config = config_of("qwen2")
+    hf = model_class(config).from_config(config)
+    zeros = {name for name, one in hf.named_parameters() if name.endswith("bias")}
+    assert zeros and all(not hf.get_parameter(name).any() for name in zeros)
+    published = Published(hf, keeps=True)
+    with published.perturbed(scale=0.1, seed=3):
+        assert all(hf.get_parameter(name).any() for name in zeros)
+    assert all(not hf.get_parameter(name).any() for name in zeros)
+
+
 @pytest.mark.parametrize(("words", "positions"), [(14, 512), (128, 12), (5, 8)])
 def test_rows_that_are_tried_are_such_that_the_model_has(words: int, positions: int) -> None:
     small = config_of("llama", vocab_size=words, max_position_embeddings=positions)

@@ -134,13 +134,13 @@ def test_every_rank_holds_and_sends_its_share(control: Control, tmp_path: Path, 
             announcement, receiving = sides.publish(version, verify=version == 2)
             for future in receiving:
                 future.result(DEADLINE_S)
+            for sender in sides.senders:  # the last broadcasts have ended, and are in the log
+                sender._wait()
             wanted = sides.wanted()
             assert all(bit_equal(one.received, wanted) for one in sides.receivers)
             assert announcement.nbytes >= total and announcement.digest
         held = [sender._memory.nbytes for sender in sides.senders]
         assert sum(held) <= total + 64 * 48 and max(held) <= total / ranks + largest
-        for sender in sides.senders:  # the last broadcasts have ended
-            sender._wait()
         links: dict[str, int] = {}
         for event in control.events("end", rank=0):
             if event.nbytes > 8:  # no checksum
