@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from async_grpo.preflight.engine_trial import HALF_BOUND
-from tests.support.engine_families import DEADLINE_S, EXACT, HALF, REFUSED
+from tests.support.engine_families import BORDERLINE, DEADLINE_S, EXACT, HALF, REFUSED
 from tests.support.families import FAMILIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S + 120)]
@@ -67,7 +67,8 @@ def test_engine_computes_a_family_or_the_trial_refuses_it(
         assert found["moved"] > 2 * bound, found
     else:
         assert re.search(REFUSED[name], found["trial"]), found
-        assert "error" in found or max(found["first"], found["published"]) > EXACT, found
+        least = EXACT / 2 if name in BORDERLINE else EXACT
+        assert "error" in found or max(found["first"], found["published"]) > least, found
     if "without repair" in found and name not in REFUSED:
         assert found["experts left out"] <= bound, found
         assert found["without repair"] > 0.1, found

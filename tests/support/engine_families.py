@@ -60,6 +60,7 @@ REFUSED = {
     "mamba": "selective_scan_fwd",
     "minimax": _UNKNOWN,
     "mpt": _UNKNOWN,
+    "nemotron_h": "nats",
     "olmo_hybrid": "triton",
     "phimoe": "too many values to unpack",
     "qwen2_5_vl": _NO_TORCHVISION,
@@ -70,6 +71,10 @@ REFUSED = {
     "xglm": _UNKNOWN,
 }
 """Families that this vLLM does not compute on CPU, and what the trial says of them."""
+BORDERLINE = ("nemotron_h",)
+"""Of these, families whose engine is between half and twice the bound from transformers, so that
+weights decide.
+"""
 ARGUMENTS = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,
