@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from async_grpo.learner.packing import LengthBucket, RowLayout
 
@@ -43,6 +43,34 @@ class Variant:
     def needs_logits(self) -> bool:
         """Whether no kernel computes it, so that logits must exist."""
         return self.cap is not None or self.sinks is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a model's attention. count: of queries; groups: of keys and values; size: of one.
+    The largest numbers, where layers differ; 0 without attention.
+    """
+
+    count: int
+    groups: int
+    size: int
+
+
+def heads_of(config: PretrainedConfig) -> Heads:
+    """Read the heads of a model's text from its configuration."""
+    text = config.get_text_config()
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+
+    def largest(key: str) -> int:
+        values = [getattr(layer, key, None) for layer in layers]
+        return max((value for value in values if isinstance(value, int)), default=0)
+
+    count = largest("num_attention_heads")
+    return Heads(
+        count=count,
+        groups=largest("num_key_value_heads") or count,
+        size=largest("head_dim") or largest("hidden_size") // max(count, 1),
+    )
 
 
 class _Current:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+
+from async_grpo.learner.attention import heads_of
 
 VOCABULARY, WINDOW, CHUNK, EXPERTS = 128, 8, 32, 4
 LARGEST = 400_000_000
@@ -23,16 +26,22 @@ LARGEST = 400_000_000
 _WINDOW = re.compile(r"(^|_)(window|window_size|sliding_window)$")
 _CHUNK = re.compile(r"(^|_)chunk_size$")
 _EXPERTS = re.compile(r"(^|_)(num_|n_|num_local_|n_routed_|moe_num_)(local_|routed_)?experts$")
-_GROUPS = ("n_group", "topk_group")
+_FEWER = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+_DEPTH = re.compile(r"(^|_)(layers|depth)$")
 
 
 def short_windows(config: PretrainedConfig, longest_row: int) -> list[str]:
     """Name the keys of windows that are shorter than rows."""
-    return [
-        key
-        for key, value in vars(config.get_text_config()).items()
-        if _WINDOW.search(key) and isinstance(value, int) and value < longest_row
-    ]
+    text = config.get_text_config()
+    numbers = [vars(text), *_of_layers(text).values()]
+    return sorted(
+        {
+            key
+            for part in numbers
+            for key, value in part.items()
+            if _WINDOW.search(key) and isinstance(value, int) and value < longest_row
+        }
+    )
 
 
 def candidates(
@@ -47,21 +56,10 @@ def candidates(
         small = copy.deepcopy(config)
         text = small.get_text_config()
         _shorten(text)
-        for key, value in list(vars(text).items()):
-            if not isinstance(value, int) or isinstance(value, bool):
-                continue
-            if _WINDOW.search(key):
-                if windows is None or key in windows:
-                    setattr(text, key, min(value, WINDOW))
-            elif _CHUNK.search(key):  # engines want multiples of a cache's block
-                setattr(text, key, min(value, CHUNK))
-            elif _EXPERTS.search(key):
-                setattr(text, key, min(value, EXPERTS))
-            elif key in _GROUPS:
-                setattr(text, key, 1)
-        if (getattr(text, "num_experts_per_tok", None) or 0) > 2:
-            text.num_experts_per_tok = 2
+        _lower(text, partial(_most, windows=windows))
         _fewer_words(text)
+        for tower in _towers(small, text):
+            _shorten_tower(tower)
         if narrow:
             _narrow(text)
         for part in {id(text): text, id(small): small}.values():
@@ -105,7 +103,7 @@ def limits(config: PretrainedConfig) -> tuple[range, int]:
 
 def _shorten(text: PretrainedConfig) -> None:
     """Keep the first layers: two, or as many as have one of every kind."""
-    layers = text.num_hidden_layers
+    layers = getattr(text, "num_hidden_layers", 0)
     kinds = next(
         (value for key, value in vars(text).items() if key.endswith(("layer_types", "block_type"))
          and isinstance(value, list) and len(value) == layers),
@@ -122,6 +120,70 @@ def _shorten(text: PretrainedConfig) -> None:
     text.num_hidden_layers = most
 
 
+def _of_layers(text: PretrainedConfig) -> dict[int, dict[str, Any]]:
+    """Return what layers have of their own, instead of the numbers that the others share."""
+    if not getattr(text, "is_heterogeneous", False):
+        return {}
+    return {int(index): own for index, own in text.to_dict()["per_layer_config"].items()}
+
+
+def _most(key: str, windows: list[str] | None) -> int | None:
+    """Return the largest number that a copy has under a key; None: the model's."""
+    if _WINDOW.search(key):
+        return WINDOW if windows is None or key in windows else None
+    if _CHUNK.search(key):  # engines want multiples of a cache's block
+        return CHUNK
+    if _EXPERTS.search(key):
+        return EXPERTS
+    return _FEWER.get(key)
+
+
+def _lower(text: PretrainedConfig, most: Callable[[str], int | None]) -> None:
+    """Lower the numbers of a configuration, also those that layers have of their own."""
+    known_as = {key: name for name, key in text.attribute_map.items()}
+
+    def lowered(part: dict[str, Any]) -> dict[str, int]:
+        largest = {key: most(known_as.get(key, key)) for key in part}
+        return {
+            key: min(part[key], bound)
+            for key, bound in largest.items()
+            if bound is not None and isinstance(part[key], int) and not isinstance(part[key], bool)
+        }
+
+    layers = {index: own | lowered(own) for index, own in _of_layers(text).items()}
+    for key, value in lowered(vars(text)).items():
+        setattr(text, key, value)
+    if layers:
+        text.per_layer_config = {
+            index: own for index, own in layers.items() if index < text.num_hidden_layers
+        }
+
+
+def _towers(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield the configurations beside the text's: what sees, hears, or speaks."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if not isinstance(part, PretrainedConfig) or part is text:
+            continue
+        if text in [getattr(part, inner, None) for inner in part.sub_configs]:
+            yield from _towers(part, text)
+        else:
+            yield part
+            yield from _towers(part, text)
+
+
+def _shorten_tower(tower: PretrainedConfig) -> None:
+    """Keep few layers of a tower, which no text goes through."""
+    numbers = dict(vars(tower))
+    for key, depth in numbers.items():
+        if not _DEPTH.search(key) or not isinstance(depth, int) or depth <= 2:
+            continue
+        for other, value in numbers.items():
+            if isinstance(value, (list, tuple)) and len(value) == depth:
+                setattr(tower, other, value[:2])
+        setattr(tower, key, 2)
+
+
 def _fewer_words(text: PretrainedConfig) -> None:
     """Cut the vocabulary, and move ids that lie behind its end."""
     for key in ("vocab_size", "vocab_size_per_layer_input"):
@@ -134,16 +196,12 @@ def _fewer_words(text: PretrainedConfig) -> None:
 
 def _narrow(text: PretrainedConfig) -> None:
     """Keep up to two groups of heads, of the same size."""
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or not isinstance(getattr(text, "hidden_size", None), int):
+    heads = heads_of(text)
+    if not heads.count or not isinstance(getattr(text, "hidden_size", None), int):
         return
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    fewer = min(groups, 2)
-    text.num_attention_heads = fewer * min(heads // groups, 2)
-    if getattr(text, "num_key_value_heads", None):
-        text.num_key_value_heads = fewer
-    text.hidden_size = text.num_attention_heads * size
-    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if isinstance(getattr(text, key, None), int):
-            setattr(text, key, min(getattr(text, key), 2 * text.hidden_size))
+    fewer = min(heads.groups, 2)
+    count = fewer * min(heads.count // heads.groups, 2)
+    text.hidden_size = count * heads.size
+    inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    most = dict.fromkeys(inner, 2 * text.hidden_size)
+    _lower(text, (most | {"num_attention_heads": count, "num_key_value_heads": fewer}).get)

@@ -1,18 +1,22 @@
 """The names that a model's weights have in its files: those that engines load and users publish.
 
 Runs in: learner ranks, and the driver before a run. transformers holds some weights in other
-tensors than the files do: experts joined into one tensor, heads and prefixes renamed. Hides its
-conversions: those that these files were read by are undone here, tensor by tensor, so that a bucket
-of a model that no rank holds whole can be published:
+tensors than the files do: experts joined into one tensor, attention cut into three, heads and
+prefixes renamed. Hides its conversions: those that these files were read by are undone here, part
+by part, so that a bucket of a model that no rank holds whole can be published:
 
-    tensor of the model -> conversions in reverse -> its tensors in the files, by name
+    tensors of a part -> conversions in reverse -> its tensors in the files, by name
 
-Invariant: names and shapes are known without weights, and come in the same order with them.
+Invariants: names and shapes are known without weights, and come in the same order with them; a part
+has as many numbers in the files as in the model.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,9 +35,19 @@ Shape = tuple[int, ...]
 """Of a whole tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Weights of a model that hold the same tensors of its files: one, as a rule. weights: their
+    names. shapes: name -> shape in the files.
+    """
+
+    weights: tuple[str, ...]
+    shapes: dict[str, Shape]
+
+
 class FileNames:
     """Names of the weights of one model. `files`: name -> shape in its files; without them, the
-    names are those that transformers would save.
+    names are those that transformers would save. `parts`: what can be published by itself.
     """
 
     def __init__(
@@ -45,43 +59,67 @@ class FileNames:
         self._hf = hf
         self._conversions: list[Any] | None = None
         self._cut = ""
-        self._found: dict[str, dict[str, Shape]] = {}
+        self._empty = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in weights
+        }
+        found: dict[str, dict[str, Shape]] = {}
         ways = [(None, "")] if files is None else list(_ways(hf, files))
         best: tuple[int, int] | None = None
         for number, (conversions, cut) in enumerate(ways):
             self._conversions, self._cut = conversions, cut
-            found = {
-                name: {
-                    new: tuple(tensor.shape)
-                    for new, tensor in self._reversed(
-                        name, torch.empty(shape, dtype=dtype, device="meta")
-                    ).items()
-                }
-                for name, shape, dtype in weights
-            }
-            named = {item for parts in found.values() for item in parts.items()}
+            alone = {name: self._shapes([name]) for name in self._empty}
+            named = {item for parts in alone.values() for item in parts.items()}
             apart = 0 if files is None else len(named ^ set(files.items()))
             if best is None or apart < best[0]:
-                best, self._found = (apart, number), found
+                best, found = (apart, number), alone
         assert best is not None
         self._conversions, self._cut = ways[best[1]]
+        self.parts = self._divide(found)
 
-    def shapes(self, name: str) -> dict[str, Shape]:
-        """Return name -> shape in the files, of the weight of this name in the model."""
-        return self._found[name]
+    def split(self, part: Part, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the files, in the order of `shapes`: views where that is enough.
+        tensors: of the part's weights.
+        """
+        if len(tensors) == len(part.shapes) == 1 and tensors[0].shape in part.shapes.values():
+            return dict.fromkeys(part.shapes, tensors[0])  # renamed at most
+        found = self._reversed(dict(zip(part.weights, tensors, strict=True)))
+        return {name: found[name].contiguous() for name in part.shapes}
 
-    def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of the files, in the order of `shapes`: views where that is enough."""
-        shapes = self._found[name]
-        if len(shapes) == 1 and next(iter(shapes.values())) == tuple(tensor.shape):
-            return dict.fromkeys(shapes, tensor)  # renamed at most
-        return {new: part.contiguous() for new, part in self._reversed(name, tensor).items()}
+    def _divide(self, alone: dict[str, dict[str, Shape]]) -> list[Part]:
+        """Divide the weights into parts. Some cannot be named alone, since the files hold several
+        in one tensor: these stay together with their neighbours. alone: what each is in the files.
+        """
+        whole = self._shapes(list(alone)).items()
+        owners = Counter(name for shapes in alone.values() for name in shapes)
+        parts = {name: Part((name,), shapes) for name, shapes in alone.items()}
+        for name, shapes in alone.items():
+            named = shapes.items() <= whole and all(owners[other] == 1 for other in shapes)
+            if named or len(parts[name].weights) > 1:
+                continue
+            module = name.rpartition(".")[0].rpartition(".")[0]
+            while module:
+                inside = [other for other in alone if other.startswith(f"{module}.")]
+                together = self._shapes(inside)
+                if together.items() <= whole and self._as_many(inside, together):
+                    parts |= dict.fromkeys(inside, Part(tuple(inside), together))
+                    break
+                module = module.rpartition(".")[0]
+        return list({part.weights: part for part in parts.values()}.values())
 
-    def _reversed(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def _as_many(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> bool:
+        """Tell whether the tensors of the files have as many numbers as these weights."""
+        numbers = sum(self._empty[name].numel() for name in names)
+        return numbers == sum(math.prod(shape) for shape in shapes.values())
+
+    def _shapes(self, names: Sequence[str]) -> dict[str, Shape]:
+        found = self._reversed({name: self._empty[name] for name in names})
+        return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+    def _reversed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = getattr(self._hf, "_weight_conversions", None)
         self._hf._weight_conversions = self._conversions
         try:
-            found: dict[str, Tensor] = revert_weight_conversion(self._hf, {name: tensor})
+            found: dict[str, Tensor] = revert_weight_conversion(self._hf, tensors)
         finally:
             self._hf._weight_conversions = kept
         return {new.removeprefix(self._cut): part for new, part in found.items()}

@@ -6,7 +6,7 @@ the rows one at a time with transformers' plain attention:
 
     configuration -> small copy (`copies`) -> alone == packed ? -> packed
                                               alone == rows ?   -> rows
-                                              else              -> Untrainable, which names both
+                                              else              -> NoForwardPass, which names both
 
 On the copy all is float32, so that right and wrong are far apart: rounding moves log-probs by less
 than 1e-5, the smallest error that was seen by 5e-3. `confirm` repeats it with the loaded weights.
@@ -28,7 +28,13 @@ from transformers import AutoConfig, PretrainedConfig
 from async_grpo.errors import SetupError
 from async_grpo.learner import copies
 from async_grpo.learner.attention import ATTENTION, needs_logits
-from async_grpo.learner.model import ForwardPass, PolicyModel, model_class, without_dropout
+from async_grpo.learner.model import (
+    ForwardPass,
+    NoLanguageModel,
+    PolicyModel,
+    model_class,
+    without_dropout,
+)
 from async_grpo.learner.packing import PackedRow, pack, response_row
 from async_grpo.runtime.text import shortened
 
@@ -63,12 +69,13 @@ RAISED = (
 """What transformers raises for configurations that make no model, for packages that it lacks, and
 for arguments and attention that a model does not know.
 """
+_WAYS = {"packed": "packed", "rows": "padded"}
 _LENGTHS = (5, (6, 3)), (7, (4,)), (2, (2, 6)), (8, (6, 6, 5)), (30, (9,))
 """Prompts, and the responses to each: longer than windows and chunks of copies, in several buckets.
 """
 
 
-class Untrainable(SetupError, ValueError):
+class NoForwardPass(SetupError, ValueError):
     """No forward pass of ours gives the log-probs of the model's own."""
 
 
@@ -85,16 +92,15 @@ class Choice:
 
 
 def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Choice:
-    """Choose the pass for a model by its configuration alone. Raises Untrainable."""
+    """Choose the pass for a model by its configuration alone. Raises NoForwardPass, or
+    NoLanguageModel.
+    """
     config = (
         AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         if isinstance(directory, str)
         else directory
     )
-    try:
-        auto = model_class(config)
-    except ValueError as error:
-        raise Untrainable(str(error)) from error
+    auto = model_class(config)
     named = {"trust_remote_code": trust_remote_code}
     why = "there is no smaller one"
     for small in copies.candidates(config):
@@ -102,6 +108,8 @@ def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Cho
             try:
                 policy = _copy(small, auto, named, alone).eval()
                 expected = _logprobs(policy, [[row] for row in rows(small)])
+            except NoLanguageModel:
+                raise
             except RAISED as error:
                 why = _reason(error)
                 continue
@@ -122,7 +130,7 @@ def confirm(
     agree: Callable[[float], float] = lambda value: value,
 ) -> Choice:
     """Compare with the loaded model, beginning with the pass of `choice`; where no copy was tried,
-    continue with the others. Every rank makes the same calls. Raises Untrainable.
+    continue with the others. Every rank makes the same calls. Raises NoForwardPass.
 
     logprobs(pass, rows): of the responses to `rows`, each [L]; config: of the model; exact: whether
     in float32;
@@ -130,7 +138,7 @@ def confirm(
     """
     tried = rows(config)
     expected = np.concatenate(logprobs(choice.alone, tried))
-    found: dict[ForwardPass, str] = {}
+    found: dict[ForwardPass, float | str] = {}
     passes = PASSES[PASSES.index(choice.forward_pass) :]
     for one in passes if choice.unchecked else passes[:1]:
         needs_logits()
@@ -138,8 +146,8 @@ def confirm(
         difference = agree(float(apart.mean()))
         if difference <= (LOADED_BOUND if exact else HALF_BOUND):
             return replace(choice, forward_pass=one, needs_logits=needs_logits())
-        found[one] = f"{difference:.2g} nats apart on average"
-    raise Untrainable(_sentence(config.model_type, found))
+        found[one] = difference
+    raise NoForwardPass(_sentence(config.model_type, found))
 
 
 def rows(config: PretrainedConfig) -> list[PackedRow]:
@@ -163,7 +171,7 @@ def _first_right(
     kind: str,
     make: Callable[[ForwardPass], PolicyModel],
 ) -> Choice:
-    found: dict[ForwardPass, str] = {}
+    found: dict[ForwardPass, float | str] = {}
     for one in PASSES:
         needs_logits()
         try:
@@ -173,8 +181,8 @@ def _first_right(
             continue
         if difference <= BOUND:
             return Choice(one, needs_logits=needs_logits())
-        found[one] = f"{difference:.2g} nats apart"
-    raise Untrainable(_sentence(kind, found))
+        found[one] = difference
+    raise NoForwardPass(_sentence(kind, found))
 
 
 def _copy(
@@ -200,11 +208,17 @@ def by_row(policy: nn.Module, chunk: list[PackedRow]) -> Iterator[np.ndarray]:
     yield from (parts[index] for index in range(len(chunk)))
 
 
-def _sentence(kind: str, found: dict[ForwardPass, str]) -> str:
-    told = "; ".join(f"{one}: {what}" for one, what in found.items())
+def _sentence(kind: str, found: dict[ForwardPass, float | str]) -> str:
+    """Say how near each way of computing rows came. found: nats, or what was raised."""
+    told = []
+    for way in dict.fromkeys(one.rows for one in found):
+        results = [what for one, what in found.items() if one.rows == way]
+        apart = [what for what in results if isinstance(what, float)]
+        near = f"{min(apart):.2g} nats from it" if apart else results[0]
+        told.append(f"{_WAYS[way]}: {near}")
     return (
-        f"{kind} cannot be trained: no way to compute log-probs of many rows equals the model's "
-        f"own forward pass ({told}). Train another model"
+        f"{kind} cannot be trained: rows that are computed together do not get the log-probs of "
+        f"the model's own forward pass ({'; '.join(told)}). Train another model"
     )
 
 

@@ -29,7 +29,7 @@ from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batch
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
-from async_grpo.learner.attention import takes_segments
+from async_grpo.learner.attention import heads_of, takes_segments
 from async_grpo.learner.experts import gather_whole
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
@@ -167,7 +167,7 @@ class Learner:
         policy.segmented = (
             choice.forward_pass.rows == "packed"
             and not choice.needs_logits
-            and takes_segments(self._torch_device, self._dtype, policy.head_dim)
+            and takes_segments(self._torch_device, self._dtype, heads_of(policy.hf.config).size)
         )
 
     def _build_reference(self, model_dir: str) -> Any:

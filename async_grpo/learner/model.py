@@ -41,6 +41,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from async_grpo.errors import SetupError
 from async_grpo.learner import zero
 from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
 from async_grpo.learner.head import LogprobHead, OwnLogits
@@ -73,8 +74,14 @@ PACKED = ForwardPass("packed", ATTENTION, "plain")
 """The cheapest one."""
 
 
+class NoLanguageModel(SetupError, ValueError):
+    """A model that predicts no tokens."""
+
+
 class PolicyModel(nn.Module):
-    """A causal language model with `LogprobHead`; parameters are those of `hf`, prefixed `hf.`."""
+    """A causal language model with `LogprobHead`; parameters are those of `hf`, prefixed `hf.`.
+    Raises NoLanguageModel for another.
+    """
 
     def __init__(
         self, hf: PreTrainedModel, *, float32_head: bool, forward_pass: ForwardPass = PACKED
@@ -87,10 +94,16 @@ class PolicyModel(nn.Module):
         """Whether every pass must call the decoder as often as on other ranks: once."""
         self.segmented = False
         """Whether packs are to be for a kernel that takes rows of any length."""
-        head = hf.get_output_embeddings()
+        try:
+            head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+        except NotImplementedError:
+            head = None
         if head is None:
-            raise ValueError(f"{hf.config.model_type} has no language-model head")
-        self.tied = head.weight is hf.get_input_embeddings().weight
+            raise NoLanguageModel(
+                f"{hf.config.model_type} cannot be trained: transformers names no embedding, or no "
+                "head, of its tokens. Train another model"
+            )
+        self.tied = head.weight is embedding.weight
         """Whether the head's weight is that of the embedding."""
         self.vocab_size = zero.full_shape(head.weight)[0]
         hf.set_output_embeddings(LogprobHead(head, float32=float32_head))
@@ -116,12 +129,6 @@ class PolicyModel(nn.Module):
         for module in (self, *known):
             module.training = mode
         return self
-
-    @property
-    def head_dim(self) -> int:
-        """Size of an attention head."""
-        text = self.hf.config.get_text_config()
-        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     @property
     def _decoder(self) -> nn.Module:
@@ -224,7 +231,8 @@ def _of_logits(logits: Tensor, packed: Packed, temperature: float) -> tuple[Tens
 
 def model_class(config: PretrainedConfig) -> Any:
     """Return the automatic class that makes the model of a configuration: the one that its files
-    name, if one does; else a language model before one that also sees pictures. Raises ValueError.
+    name, if one does; else a language model before one that also sees pictures. Raises
+    NoLanguageModel.
     """
     named = set(config.architectures or ())
     known = [
@@ -238,7 +246,10 @@ def model_class(config: PretrainedConfig) -> Any:
     if not known:
         if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
             return AutoModelForCausalLM
-        raise ValueError(f"{config.model_type} is no language model that transformers knows")
+        raise NoLanguageModel(
+            f"{config.model_type} cannot be trained: it is no language model that transformers "
+            "knows. Train another model"
+        )
     return next((auto for auto, kind in known if kind.__name__ in named), known[0][0])
 
 

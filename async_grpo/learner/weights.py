@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.learner import adapters, zero
-from async_grpo.learner.file_names import FileNames, Shape
+from async_grpo.learner.file_names import FileNames, Part, Shape
 
 ZERO_RMS = 0.02
 """What a tensor of zeros is perturbed like: the size of freshly initialised weights."""
@@ -79,36 +79,38 @@ class Published:
         self._names = FileNames(
             hf, [(one.name, zero.full_shape(one.base), one.base.dtype) for one in weights], files
         )
+        by_name = {one.name: one for one in weights}
+        parts = [(part, [by_name[name] for name in part.weights]) for part in self._names.parts]
         # some buffers are kept by the model and not by its files
-        self._weights = [
-            one
-            for one in weights
+        self._parts = [
+            (part, own)
+            for part, own in parts
             if files is None
-            or isinstance(one.base, nn.Parameter)
-            or self._names.shapes(one.name).keys() <= files.keys()
+            or any(isinstance(one.base, nn.Parameter) for one in own)
+            or part.shapes.keys() <= files.keys()
         ]
         self._keeps = keeps
 
     def metadata(self) -> list[tuple[str, Shape, str]]:
         """List name, full shape and dtype name of every weight, in the order of `named`."""
         return [
-            (name, shape, str(one.base.dtype).removeprefix("torch."))
-            for one in self._weights
-            for name, shape in self._names.shapes(one.name).items()
+            (name, shape, str(own[0].base.dtype).removeprefix("torch."))
+            for part, own in self._parts
+            for name, shape in part.shapes.items()
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights, each valid until the next. Collective with ZeRO-3: all ranks exhaust."""
-        for bucket in zero.buckets(self._weights, _Weight.parameters):
-            with zero.gathered([parameter for one in bucket for parameter in one.parameters()]):
-                for one in bucket:
-                    yield from self._names.split(one.name, one.merged()).items()
+        for bucket in zero.buckets(self._parts, _parameters):
+            with zero.gathered([parameter for one in bucket for parameter in _parameters(one)]):
+                for part, own in bucket:
+                    yield from self._names.split(part, [one.merged() for one in own]).items()
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
         """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
         kept: dict[str, Tensor] = {}
-        floating = [one for one in self._weights if one.base.is_floating_point()]
+        floating = [one for _, own in self._parts for one in own if one.base.is_floating_point()]
         try:
             for one in floating:
                 with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
@@ -122,6 +124,10 @@ class Published:
                 with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
                     if one.name in kept:
                         one.base.data.copy_(kept[one.name])
+
+
+def _parameters(part: tuple[Part, list[_Weight]]) -> list[nn.Parameter]:
+    return [parameter for one in part[1] for parameter in one.parameters()]
 
 
 def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:

@@ -180,19 +180,17 @@ def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     """Return the file with the answer for models of this kind."""
     import torch
 
+    from async_grpo.learner.attention import heads_of
     from async_grpo.learner.copies import short_windows
 
     values = found.to_dict()
-    text = found.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(heads, 1)
     kind = {key: value for key, value in values.items() if not _SIZES.match(key)}
     layers = sorted(set(values.get("layer_types") or []))
     arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
     where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
     windows = short_windows(found, asked["longest_row"])
     versions = [*map(_version, _PACKAGES), *map(_source, _SOURCES)]
-    key = [kind, size, layers, windows, arguments, where, versions]
+    key = [kind, heads_of(found).size, layers, windows, arguments, where, versions]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
 

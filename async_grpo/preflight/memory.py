@@ -20,6 +20,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
+from async_grpo.learner.attention import heads_of
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb
@@ -65,7 +66,7 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
     total = sum(parameter.numel() for parameter in hf.parameters())
     trained = sum(parameter.numel() for parameter in hf.parameters() if parameter.requires_grad)
     text = hf.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0
+    heads = heads_of(text)
     experts = expert_share(hf)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return Shape(
@@ -76,8 +77,8 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
         hidden=text.hidden_size,
         intermediate=experts.intermediate if experts else inner,
         vocabulary=text.vocab_size,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1),
+        kv_heads=heads.groups,
+        head_dim=heads.size,
         active=parameters - experts.idle if experts else 0,
     )
 

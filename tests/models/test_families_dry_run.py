@@ -20,7 +20,7 @@ from tests.support.engine_families import REFUSED
 from tests.support.families import FAMILIES, write_family
 from tests.support.recipes import CONFIGS
 
-FAST = ("bloom", "gemma3_vision", "mamba2", "qwen3_moe", "recurrent_gemma")
+FAST = ("bloom", "gemma3_vision", "gemma4_heads", "mamba2", "qwen3_moe", "recurrent_gemma")
 """One of each kind; the others are slow."""
 
 

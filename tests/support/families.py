@@ -60,6 +60,12 @@ SMALL_EYE = {
     "patch_size": 14,
     "spatial_merge_size": 2,
 }
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 EYE_TOKENS = {
     "vision_start_token_id": 120,
     "vision_end_token_id": 121,
@@ -162,6 +168,27 @@ FAMILIES = {
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
+    ),
+    # heads of layers with a window and of those without differ in size and number
+    "gemma4_heads": _packed(
+        "gemma4_text",
+        HEADED,
+        ALTERNATING,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=WINDOW,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    ),
+    "gemma4_unified": _packed(
+        "gemma4_unified_text",
+        HEADED,
+        ALTERNATING,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        sliding_window=WINDOW,
     ),
     "olmo3": _packed("olmo3", GROUPED, ALTERNATING, sliding_window=WINDOW),
     "exaone4": _packed("exaone4", HEADED, ALTERNATING, sliding_window=WINDOW),
@@ -319,6 +346,26 @@ FAMILIES = {
         EYE_TOKENS,
         text_config=HEADED | MROPE | {"vocab_size": VOCABULARY},
         vision_config=SMALL_EYE | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    # whose files hold queries, keys and values in one tensor, and the model in three
+    "qianfan_ocr": _packed(
+        "qianfan_ocr",
+        text_config=HEADED | {"model_type": "qwen3", "vocab_size": VOCABULARY},
+        vision_config=TOWER | {"image_size": 56, "patch_size": 14},
+        image_token_id=122,
+    ),
+    "kimi_k25": _packed(
+        "kimi_k25",
+        text_config=LATENT
+        | ROUTED
+        | {"model_type": "deepseek_v3", "vocab_size": VOCABULARY, "q_lora_rank": 32},
+        vision_config=TOWER | {"pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=64,
+        image_token_id=122,
+        video_token_id=123,
+        vision_start_token_id=120,
+        vision_end_token_id=121,
+        tie_word_embeddings=False,
     ),
 }
 _COMMON = {
