@@ -30,6 +30,10 @@ _FEWER = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 _DEPTH = re.compile(r"(^|_)(layers|depth)$")
 
 
+class TooLarge(ValueError):
+    """A copy that would take seconds and gigabytes."""
+
+
 def short_windows(config: PretrainedConfig, longest_row: int) -> list[str]:
     """Name the keys of windows that are shorter than rows."""
     text = config.get_text_config()
@@ -72,14 +76,14 @@ def candidates(
 
 def build(config: PretrainedConfig, auto: Any, **arguments: Any) -> PreTrainedModel:
     """Make a model of a copy's configuration, in float32, with the same weights at every call; no
-    bias is 0 and no norm 1. Raises ValueError where it is too large, and whatever transformers
-    raises for a configuration that makes no model.
+    bias is 0 and no norm 1. Raises TooLarge, and whatever transformers raises for a configuration
+    that makes no model.
     """
     with torch.device("meta"):
         counted = auto.from_config(config, **arguments)
     count = sum(parameter.numel() for parameter in counted.parameters())
     if count > LARGEST:
-        raise ValueError(f"a copy would have {count:,} parameters")
+        raise TooLarge(f"a copy would have {count:,} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hf: PreTrainedModel = auto.from_config(copy.deepcopy(config), **arguments).float()

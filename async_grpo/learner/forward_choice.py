@@ -102,7 +102,8 @@ def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Cho
     )
     auto = model_class(config)
     named = {"trust_remote_code": trust_remote_code}
-    why = "there is no smaller one"
+    failed: Exception | None = None
+    why = ""
     for small in copies.candidates(config):
         for alone in ALONE:
             try:
@@ -111,13 +112,18 @@ def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Cho
             except NoLanguageModel:
                 raise
             except RAISED as error:
-                why = _reason(error)
+                failed, why = error, _reason(error)
                 continue
             if np.isfinite(expected).all():
                 make = partial(_copy, small, auto, named)
                 right = _first_right(expected, rows(small), config.model_type, make)
                 return replace(right, alone=alone)
             why = "its log-probs are no numbers"
+    if not isinstance(failed, copies.TooLarge):  # of the whole model, which came last
+        raise NoForwardPass(
+            f"{config.model_type} cannot be trained: its own forward pass fails ({why}). Train "
+            "another model"
+        )
     return Choice(PASSES[0], unchecked=why)
 
 

@@ -64,16 +64,63 @@ def check_architecture(config: Config, model: str, *, learner: bool = True) -> I
     """Check that learner and engine can compute `model`; lines for the user. Raises SetupError.
     learner: whether anything is trained.
     """
-    from transformers import AutoConfig
-
-    found = AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    _check_known(config, model)
+    found = _read(config, model)
     if learner:
+        _check_whole(model, found)
         from async_grpo.learner.forward_choice import choose
 
         choice = choose(found, trust_remote_code=config.model.trust_remote_code)
         yield from _costs(config, choice, found)
         _check_names(config, model, found)
     _check_engine(config, model, found)
+
+
+def _check_known(config: Config, model: str) -> None:
+    """Check that transformers knows the architecture, or may read the code that makes it. Raises
+    SetupError.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    values, _ = PretrainedConfig.get_config_dict(model)
+    kind, code = values.get("model_type"), values.get("auto_map", {}).get("AutoConfig")
+    if kind is None or kind in CONFIG_MAPPING or (code and config.model.trust_remote_code):
+        return
+    if code:
+        raise SetupError(
+            f"`model.path` is {model}, whose config.json names Python code of its own ({code}): "
+            "read it, and if you trust it set `model.trust_remote_code` to true"
+        )
+    raise SetupError(
+        f"`model.path` is {model}, of model_type {kind}, which transformers "
+        f"{_version('transformers')} does not know: install one that does, or train another model"
+    )
+
+
+def _read(config: Config, model: str) -> PretrainedConfig:
+    """Read the configuration. Raises SetupError."""
+    from transformers import AutoConfig
+
+    from async_grpo.learner.forward_choice import RAISED
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    except RAISED as error:
+        raise SetupError(
+            f"`model.path` is {model}, whose config.json transformers does not take: "
+            f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
+        ) from error
+
+
+def _check_whole(model: str, found: PretrainedConfig) -> None:
+    """Check that weights are no quantized ones. Raises SetupError."""
+    how = getattr(found, "quantization_config", None)
+    if how:
+        method = how.get("quant_method") if isinstance(how, dict) else how
+        raise SetupError(
+            f"`model.path` is {model}, whose weights are quantized ({method}), and training "
+            "changes whole ones: name the model from which it was made"
+        )
 
 
 def _costs(config: Config, choice: Choice, found: PretrainedConfig) -> Iterator[str]:

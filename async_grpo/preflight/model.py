@@ -49,6 +49,14 @@ _OTHER_HEAD = re.compile(
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
 """
+_SWITCHED_ROPE = {
+    "dynamic": "max_position_embeddings",
+    "longrope": "original_max_position_embeddings",
+    "su": "original_max_position_embeddings",
+}
+"""Those that change in all of a row when it gets longer than this: in transformers by the longest
+row of a batch, in vLLM by the longest that may come.
+"""
 
 
 def look(
@@ -279,6 +287,16 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
 def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -> None:
     rope = architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind in _SWITCHED_ROPE:
+        key = _SWITCHED_ROPE[kind]
+        limit = rope.get(key, architecture.get(key))
+        if isinstance(limit, int) and config.rollout.longest_row > limit:
+            raise SetupError(
+                f"{config.rollout.longest_row_in_words} tokens, but {model} has {key} {limit} and "
+                f"rope type {kind}: behind that, engine and learner would compute short rows with "
+                "different positions. Make them shorter, or train another model"
+            )
+        return
     limit = architecture.get("max_position_embeddings", architecture.get("n_positions"))
     if kind in _PLAIN_ROPE and isinstance(limit, int) and config.rollout.longest_row > limit:
         raise SetupError(

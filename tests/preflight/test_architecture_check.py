@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.learner.forward_choice import choose
 from async_grpo.preflight import architecture
 from async_grpo.preflight.architecture import check_architecture
 from tests.support import unrepaired
@@ -70,6 +74,59 @@ def test_a_sure_answer_is_asked_once_for_models_of_a_kind(
     with pytest.raises(SetupError, match="no legs"):
         notes(tied)
     assert len(asked) == 4 and asked[-1]["arguments"]["model"] == tied
+
+
+def change(model: Path, **values: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "whose weights are quantized (fp8), and training changes whole ones: name the model "
+            "from which it was made",
+        ),
+        (
+            {"model_type": "llama9000"},
+            f"of model_type llama9000, which transformers {version('transformers')} does not "
+            "know: install one that does, or train another model",
+        ),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
+            "whose config.json names Python code of its own (mine.Config): read it, and if you "
+            "trust it set `model.trust_remote_code` to true",
+        ),
+    ],
+)
+def test_what_config_json_says_is_read_before_anything_is_tried(
+    tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
+    write_family("llama", tmp_path / "model")
+    change(tmp_path / "model", **values)
+    with pytest.raises(SetupError) as caught:
+        notes(str(tmp_path / "model"))
+    assert str(caught.value) == f"`model.path` is {tmp_path}/model, {says}"
+
+
+def test_quantized_weights_are_evaluated_as_far_as_the_engine_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda _: UNASKED)
+    write_family("llama", tmp_path)
+    change(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert list(check_architecture(config(str(tmp_path)), str(tmp_path), learner=False)) == []
+
+
+def test_a_model_whose_own_forward_pass_fails_is_refused() -> None:
+    xmod = AutoConfig.for_model(
+        "xmod", hidden_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=128,
+        intermediate_size=64, is_decoder=True, languages=["en"],
+    )  # fmt: skip
+    with pytest.raises(SetupError, match=r"forward pass fails \(ValueError: Input language"):
+        choose(xmod, trust_remote_code=False)
 
 
 def test_what_a_forward_pass_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,31 @@ def test_rows_longer_than_the_models_positions(model: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rope", "key", "reach"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings", 1024),
+        (
+            {"type": "longrope", "original_max_position_embeddings": 100},
+            "original_max_position_embeddings",
+            100,
+        ),
+    ],
+)
+def test_rows_behind_which_all_positions_change(
+    model: Path, rope: dict[str, Any], key: str, reach: int
+) -> None:
+    """A row would get other positions beside a longer one."""
+    kind = rope.get("rope_type", rope.get("type"))
+    change(model / "config.json", rope_scaling=rope)
+    message = refused(model, rollout={"prompt_length": reach - 24, "response_length": 25})
+    assert f"= {reach + 1} tokens" in message
+    assert f"has {key} {reach} and rope type {kind}" in message
+    shorter = fit if kind == "dynamic" else refused  # without factors, which transformers wants
+    said = shorter(model, rollout={"prompt_length": reach - 24, "response_length": 24})
+    assert "rope type" not in said
+
+
 def test_the_sizes_of_a_language_model_inside_another(model: Path) -> None:
     change(model / "config.json", text_config={"vocab_size": 100, "max_position_embeddings": 20})
     assert "max_position_embeddings 20" in refused(model)
