@@ -12,16 +12,19 @@ may be elsewhere, and a run's self-check compares the same before its first step
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from async_grpo.learner import copies
 from async_grpo.learner.forward_choice import ALONE, RAISED
@@ -40,6 +43,7 @@ weights move log-probs by more.
 MOVE = 0.1
 """Size of the published change, as a share of each tensor's root mean square."""
 _LENGTHS = (13, 14, 6, 12, 39)
+_PROCESSORS = {".jinja", ".json", ".model", ".py", ".txt"}
 
 
 @dataclass
@@ -139,10 +143,24 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             config = AutoConfig.from_pretrained(arguments["model"], trust_remote_code=trust)
             longest = asked["longest_row"]
             trials = prepare(config, directory, longest_row=longest, trust_remote_code=trust)
+            for trial in trials:
+                copy_processors(arguments["model"], Path(trial.directory))
         why = refusal(arguments, device=device, chosen=asked["chosen"])
         if why or not trials:
             return {"refused": why, "sure": True}
         return verdict(trials, arguments)
+
+
+def copy_processors(model: str, target: Path) -> None:
+    """Copy what a model has beside weights and configuration: tokenizers, and descriptions and code
+    of what prepares its inputs, without which engines of models that also see do not start.
+    """
+    local = Path(model)
+    source = local if local.is_dir() else Path(cached_file(model, "config.json")).parent
+    for path in source.iterdir():
+        other = path.suffix in _PROCESSORS and not path.name.endswith(".index.json")
+        if other and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
 
 
 def verdict(trials: list[Trial], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ or the death of its process at the first forward pass.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ _SMALL = {
 """Arguments of an engine for a few short rows."""
 
 
+_SEES = re.compile("failed to be inspected|Can't load image processor")
+"""What vLLM says where a package is missing that models need which also see."""
+
+
 def adapt(args: AsyncEngineArgs, *, device: str, chosen: Collection[str]) -> AsyncEngineArgs:
     """Set what an architecture needs, but for arguments that the user chose. Returns `args`."""
     free = device == "cpu" and "enable_prefix_caching" not in chosen
@@ -47,7 +52,7 @@ def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] =
     try:
         args = adapt(AsyncEngineArgs(**arguments), device=device, chosen=chosen)
         config: VllmConfig = args.create_engine_config()
-    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         return in_words(error)
     return _head_size(config.model_config) if device == "cpu" else ""
 
@@ -97,7 +102,8 @@ def in_words(error: Exception) -> str:
         if begin in text:
             text = text.partition(begin)[2].partition(" [type=")[0]
     text = text.partition(" Supported architectures:")[0]
-    if "failed to be inspected" in text and importlib.util.find_spec("torchvision") is None:
+    text = re.sub(r"(Can't load image processor).*", r"\1", text)
+    if _SEES.search(text) and importlib.util.find_spec("torchvision") is None:
         text += " (vLLM's code for it imports torchvision, which is not installed)"
     return shortened(text or type(error).__name__, 300)
 

@@ -17,6 +17,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.forward_choice import choose
 from async_grpo.preflight import architecture
 from async_grpo.preflight.architecture import check_architecture
+from async_grpo.preflight.engine_trial import copy_processors
 from tests.support import unrepaired
 from tests.support.families import write_family
 from tests.support.models import write_model
@@ -127,6 +128,23 @@ def test_a_model_whose_own_forward_pass_fails_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(SetupError, match=r"forward pass fails \(ValueError: Input language"):
         choose(xmod, trust_remote_code=False)
+
+
+def test_an_engine_finds_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    model, small = tmp_path / "model", tmp_path / "small"
+    for place in (model, small):
+        place.mkdir()
+        (place / "config.json").write_text(place.name)
+    for name in ("preprocessor_config.json", "processing_mine.py", "chat_template.jinja",
+                 "model.safetensors.index.json", "model.safetensors"):  # fmt: skip
+        (model / name).write_text(name)
+    copy_processors(str(model), small)
+    assert {path.name: path.read_text() for path in small.iterdir()} == {
+        "config.json": "small",
+        "preprocessor_config.json": "preprocessor_config.json",
+        "processing_mine.py": "processing_mine.py",
+        "chat_template.jinja": "chat_template.jinja",
+    }
 
 
 def test_what_a_forward_pass_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
