@@ -87,6 +87,7 @@ def settings_for(shape: Shape) -> QueueSettings:
     return QueueSettings(
         rollout_batch_size=shape.batch,
         max_staleness=MAX_STALENESS,
+        outstanding=(MAX_STALENESS + 1) * shape.batch,
         total_steps=MAX_STEPS,
         group_size=shape.rows,
         max_attempts=3,

@@ -42,6 +42,10 @@ class Scenario:
     order: str = "oldest"
     on_stale: str = "wait"
     max_staleness: int = 1
+    outstanding: int | None = None
+    """Groups that may hold a slot; None: as many as the learner needs."""
+    any_limit: bool = False
+    """The limit changes at random after every event, instead."""
     rollout_batch_size: int = 2
     total_steps: int = 6
     max_attempts: int = 3
@@ -66,6 +70,8 @@ class Scenario:
     """Of each actor; one response at a time takes `verify_s`."""
     poll_s: float = 1.0
     learner_s: float = 1.0
+    slower: tuple[int, float] = (0, 1.0)
+    """From this step on, learner steps take this many times as long."""
     publish_every: int = 1
     publish_s: float = 0.5
     late_live_s: float = 0.0
@@ -110,6 +116,8 @@ class Scenario:
             trained_steps=trained_steps,
             order=self.order,
             on_stale=self.on_stale,
+            outstanding=self.outstanding,
+            publish_every=self.publish_every,
             ticket_timeout_s=self.ticket_timeout_s,
         )
 
@@ -150,6 +158,7 @@ class Scenario:
             workers=self.verifiers,
             responses=self.group_size,
             places=self.slots,
+            outstanding=self.outstanding,
             whole=True,
         )
 
@@ -160,6 +169,7 @@ class Scenario:
             "replay.max_staleness": "max_staleness",
             "cluster.rollout_actors.max": "actors",
             "task.verifier.workers": "verifiers",
+            "replay.outstanding": "outstanding",
         }
         changes = {names[name]: value for name, value in advice.items() if name != "learner.ranks"}
         return replace(self, learner_s=self.learner_s / advice.get("learner.ranks", 1), **changes)
@@ -255,7 +265,7 @@ class Job:
 @dataclass(frozen=True)
 class Step:
     """One learner step. Tokens by lag; times when the batch was first asked for, was there, and was
-    trained.
+    trained; groups that might be outstanding then.
     """
 
     step: int
@@ -264,6 +274,7 @@ class Step:
     asked: float
     taken: float
     ended: float
+    limit: int = 0
 
 
 @dataclass(frozen=True)

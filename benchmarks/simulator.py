@@ -105,6 +105,8 @@ class Simulation:
             if generation != self.generation:
                 continue
             await call(*arguments)
+            if self.scenario.any_limit:
+                self.change_limit()
             if self.waiting and not self.ended:
                 await self.ask()
             if self.chance(self.scenario.queue_death) and not self.ended:
@@ -119,6 +121,12 @@ class Simulation:
         return Result(
             self.scenario, self.ended, self.steps, self.counts, self.metrics, self.seen, self.lines
         )
+
+    def change_limit(self) -> None:
+        """Set any limit that there may be."""
+        settings, limit = self.queue.settings, self.queue._outstanding
+        least = min(settings.publish_every * settings.rollout_batch_size + 1, settings.capacity)
+        limit.groups = self.random.randint(least, settings.capacity)
 
     # ---- the queue's process, and the whole run ----
 
@@ -501,9 +509,12 @@ class Simulation:
         self.waiting, self.progress_at = False, self.now
         self.time.switch("working")
         self.taken = durations(batch)
-        self.steps.append(Step(batch.step, tuple(ids), lags, self.asked, self.now, self.now))
+        limit = int(metrics["replay/limit"])
+        self.steps.append(Step(batch.step, tuple(ids), lags, self.asked, self.now, self.now, limit))
         self.newest = batch.step
-        self.later(self.scenario.learner_s * self.between(0.5, 1.5), self.end_step)
+        first, factor = self.scenario.slower
+        slower = factor if batch.step >= first else 1.0
+        self.later(self.scenario.learner_s * slower * self.between(0.5, 1.5), self.end_step)
         if self.restart_at and self.restart_at[0] == batch.step - 1:
             self.later(self.between(0.0, self.scenario.learner_s), self.restart)
 

@@ -203,6 +203,7 @@ class Bench:
         settings = QueueSettings(
             rollout_batch_size=rollout.rollout_batch_size,
             max_staleness=config.replay.max_staleness,
+            outstanding=config.max_outstanding,
             total_steps=config.run.total_steps,
             group_size=rollout.group_size,
             max_attempts=config.replay.max_attempts,

@@ -151,13 +151,22 @@ def _batches(config: Config) -> Iterator[str]:
 
 def _staleness(config: Config) -> Iterator[str]:
     every, bound = config.weight_sync.every_steps, config.replay.max_staleness
-    batch = config.rollout.rollout_batch_size
+    batch, outstanding = config.rollout.rollout_batch_size, config.replay.outstanding
+    capacity = (bound + 1) * batch
     if every > bound + 1:
         yield (
             f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 "
-            f"= {bound + 1}: no more than {bound + 1} x {batch} = {config.max_outstanding} groups "
+            f"= {bound + 1}: no more than {bound + 1} x {batch} = {capacity} groups "
             f"may be outstanding, {every} steps need {every} x {batch} = {every * batch} before a "
             "publication frees any, so the slots would never return."
+        )
+    least = min(every * batch + 1, capacity)
+    if outstanding != "auto" and not least <= outstanding <= capacity:
+        yield (
+            f"`replay.outstanding` is {outstanding}; allowed are auto and {least} to {capacity} "
+            "groups: more than `rollout.rollout_batch_size` x `weight_sync.every_steps`, so that a "
+            "batch can be completed, and at most (`replay.max_staleness` + 1) x "
+            "`rollout.rollout_batch_size`."
         )
     if config.replay.order in UNBOUNDED_ORDERS and config.replay.on_stale == "wait":
         yield (

@@ -405,6 +405,10 @@ class Replay(Section):
     """Groups that would become too old: the learner waits in time, or goes on and gives old tokens
     weight 0, or has the group generated again.
     """
+    outstanding: Literal["auto"] | Positive = "auto"
+    """Groups that may be under way or ready: as many as the learner needs, or a number of at most
+    (max_staleness + 1) x `rollout.rollout_batch_size`. The fewer, the younger is what is trained.
+    """
     max_attempts: Positive = 3
     """Attempts at a group that may fail (or become too old) before it is failed (or expired)."""
     filter_groups: FilterGroups = FilterGroups()
@@ -512,7 +516,9 @@ class Config(Section):
 
     @property
     def max_outstanding(self) -> int:
-        """B = (K + 1) R: groups issued and not yet contained in live weights."""
+        """Groups issued and not yet contained in live weights: B = (K + 1) R, or as many as set."""
+        if isinstance(self.replay.outstanding, int):
+            return self.replay.outstanding
         return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
 
     @property

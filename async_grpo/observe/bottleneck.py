@@ -14,7 +14,8 @@ in the system) where it says so:
     verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little),
                 else no limit
     slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R
-                slots for a time that the slowest decide
+                slots for a time that the slowest decide. Only where all of them may be taken: while
+                `replay.outstanding` allows fewer, the bound limits nothing
 
 A starved learner is waiting for environments, verifiers, engines or slots, in this order; a busy
 one is itself the limit, or its publications are. The predicted gain is up to the next limit. Two
@@ -91,6 +92,8 @@ class ThroughputModel:
     responses: int
     places: float
     """Groups for which one rollout actor has room."""
+    outstanding: int | None = None
+    """Groups that may hold a slot, where a number is set."""
     open_episodes: int = 0
     """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
     masks: bool = False
@@ -114,6 +117,7 @@ class ThroughputModel:
             workers=config.task.verifier.workers,
             responses=responses,
             places=max_num_seqs / responses,
+            outstanding=None if config.replay.outstanding == "auto" else config.replay.outstanding,
             open_episodes=config.rollout.max_open_episodes or 2 * max_num_seqs,
             masks=config.replay.on_stale == "mask",
             cores=cores,
@@ -149,6 +153,9 @@ class Interval:
     ready_wait_s: float
     longest_s: float = 0.0
     """What the slowest group of a step took."""
+    limit: float = 0.0
+    """Groups that may hold a slot; `capacity`: B of them."""
+    capacity: float = 0.0
 
     @classmethod
     def between(
@@ -178,6 +185,8 @@ class Interval:
             response_s=means["rollout/response_length"] / speed if speed else generate_s,
             ready_wait_s=means["replay/ready_wait_s"],
             longest_s=means["rollout/longest_group_s"],
+            limit=last.get("replay/limit", 0.0),
+            capacity=last.get("replay/capacity", 0.0),
         )
 
 
@@ -295,6 +304,8 @@ def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: floa
 
 
 def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
+    if seen.limit < seen.capacity:
+        return _deeper(setup, seen, idle, limit)
     slots = setup.max_staleness + 1
     factor = min(limit / seen.rate, _engines_limit(setup, seen) / seen.rate, AT_MOST)
     bound = math.ceil(slots * factor) - 1
@@ -320,6 +331,17 @@ def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float)
         f"replay.max_staleness {bound} instead of {setup.max_staleness}"
         + (_shorter(setup) if tail else ""),
     )
+
+
+def _deeper(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
+    """Judge a queue that may hold more groups under the same bound."""
+    why = f"{idle}: {seen.limit:.0f} of {seen.capacity:.0f} groups may be outstanding"
+    if setup.outstanding is None:
+        return Bottleneck("unclear", f"{why}, more as long as that goes on", seen.rate)
+    factor = min(seen.capacity / seen.limit, _engines_limit(setup, seen) / seen.rate)
+    rate, most = min(limit, seen.rate * factor), math.ceil(seen.limit * factor)
+    what = "replay.outstanding auto"
+    return _verdict("slots", why, seen, rate, {"replay.outstanding": most}, what)
 
 
 def _shorter(setup: ThroughputModel) -> str:

@@ -219,9 +219,14 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
     )
     yield (
         "in flight at most",
-        f"(max_staleness + 1) x rollout_batch_size = ({staleness} + 1) x {batch} = "
-        f"{config.max_outstanding} groups, "
-        f"{config.max_outstanding * rollout.group_size} responses",
+        (
+            f"(max_staleness + 1) x rollout_batch_size = ({staleness} + 1) x {batch} = "
+            if replay.outstanding == "auto"
+            else "replay.outstanding = "
+        )
+        + f"{config.max_outstanding} groups, "
+        f"{config.max_outstanding * rollout.group_size} responses"
+        + ("; fewer if the learner needs fewer" if replay.outstanding == "auto" else ""),
     )
     yield (
         "worst lag",

@@ -5,8 +5,9 @@ a group id becomes a problem; the set of retired problems is the ledger's. With
 R = rollout_batch_size, K = max_staleness, s learner steps done and B = (K + 1) R:
 
     a group that waits for another attempt   goes first, while fewer than B groups are under way
-    a new id                                 only while fewer than B groups hold a slot, and only if
-                                             the run can still train it
+    a new id                                 only while fewer groups hold a slot than `outstanding`
+                                             allows, B at most, and only if the run can still train
+                                             it
 
 Invariant: a problem that is retired stays retired; only ids that are not issued yet are affected.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from async_grpo.algo.filters import accuracy
 from async_grpo.errors import SetupError
 from async_grpo.replay.ledger import Ledger, State
+from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, fair_share
 from async_grpo.wire.codec import GroupMeta
@@ -88,16 +90,22 @@ class Admission:
         ledger: Ledger,
         retirement: Retirement,
         continued: PartialGroups,
+        outstanding: OutstandingLimit,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
         self._retirement = retirement
         self._continued = continued
+        self._outstanding = outstanding
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
         """Grant an actor tickets, up to `want`, by `fair_share` of all free slots."""
-        free = free_again(self._settings, self._ledger) + self._free_new()
+        new = self._free_new(self._settings.capacity)
+        granted = min(new, self._free_new(self._outstanding.groups))
+        free = free_again(self._settings, self._ledger) + granted
+        if want > free and new > granted:
+            self._outstanding.refuses()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)
             return 0
@@ -128,10 +136,11 @@ class Admission:
             for group_id in order[:free]
         ]
 
-    def _free_new(self) -> int:
+    def _free_new(self, most: int) -> int:
+        """Count the new ids that may be issued while at most `most` groups hold a slot."""
         if self._retirement.exhausted:
             return 0
-        free = self._settings.capacity - len(self._ledger.entries)
+        free = most - len(self._ledger.entries)
         return max(min(free, _trainable(self._settings, self._ledger)), 0)
 
 

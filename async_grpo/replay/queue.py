@@ -52,6 +52,7 @@ from async_grpo.replay.ledger import GroupEntry, Ledger, State
 from async_grpo.replay.limits import check_signal
 from async_grpo.replay.metrics import QueueWaits, batch_metrics
 from async_grpo.replay.order import BatchPicker
+from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
 from async_grpo.replay.token_ledger import masked_tokens, token_counts
@@ -119,8 +120,13 @@ class ReplayQueue:
             max_attempts=settings.max_attempts,
         )
         self._retirement = Retirement(settings, self._ledger.retired)
+        self._outstanding = OutstandingLimit(settings)
         self._admission = Admission(
-            settings, self._ledger, self._retirement, continued or PartialGroups()
+            settings,
+            self._ledger,
+            self._retirement,
+            continued or PartialGroups(),
+            self._outstanding,
         )
         self._pressure, self._reports = QueueWaits(), ActorReports()
         self._departure = BatchPicker(settings, self._ledger, self._admission, self.record)
@@ -237,7 +243,10 @@ class ReplayQueue:
         self._pressure.learner_asks(now)
         self._take_back_tickets(now)
         chosen = self._departure.choose(step)
+        ready = len(ledger.slots[State.READY])
         if chosen is None:
+            if ready < self.settings.rollout_batch_size:
+                self._outstanding.starves()
             check_signal(ledger, self.settings, exhausted=self._retirement.exhausted)
             return None
         bound, on_stale = self.settings.max_staleness, self.settings.on_stale
@@ -254,6 +263,7 @@ class ReplayQueue:
             mask_truncated=self.settings.mask_truncated,
             stale_before=step - 1 - bound if on_stale == "mask" else None,
         )
+        self._outstanding.departs(ready - len(chosen))
         self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen), masked))
         await self.commit()
         return self._current_batch()
@@ -336,6 +346,9 @@ class ReplayQueue:
         out = {f"replay/{name}": float(count) for name, count in (await self.counts()).items()}
         out |= {
             "replay/outstanding": float(len(ledger.entries)),
+            "replay/limit": float(self._outstanding.groups),
+            "replay/standing": float(self._outstanding.standing),
+            "replay/refused": float(self._outstanding.asks_refused),
             "replay/capacity": float(self.settings.capacity),
             "replay/live_version": float(ledger.live),
             "replay/steps": float(ledger.steps),

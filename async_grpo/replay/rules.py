@@ -28,12 +28,14 @@ class QueueSettings:
     """What the queue needs to know of a run, from `trained_steps` and `next_group_id` on; can be
     pickled.
 
-    `filter` None rejects nothing. `baseline`: every group has a greedy response beside those to
-    train. `mask_truncated`: responses cut off have no weight. `ticket_timeout_s`: a group in flight
-    for longer is issued again; None waits for ever. `max_failed_fraction`: more failures for good
-    end the run. With `retire_at`, a problem answered right at that rate is posed no more:
-    `problem(group_id)` is its index below `problems`, and each occurs once in every run of
-    `problems` ids that starts at a multiple of it. `plugins`: modules that register the filter.
+    `outstanding`: groups that may hold a slot, None for as many as the learner needs
+    (`outstanding.OutstandingLimit`); `publish_every`: learner steps. `filter` None rejects nothing.
+    `baseline`: every group has a greedy response beside those to train. `mask_truncated`: responses
+    cut off have no weight. `ticket_timeout_s`: a group in flight for longer is issued again; None
+    waits for ever. `max_failed_fraction`: more failures for good end the run. With `retire_at`, a
+    problem answered right at that rate is posed no more: `problem(group_id)` is its index below
+    `problems`, and each occurs once in every run of `problems` ids that starts at a multiple of it.
+    `plugins`: modules that register the filter.
     Raises ValueError where they do not fit.
     """
 
@@ -47,6 +49,8 @@ class QueueSettings:
     filter: FilterRule | None = None
     order: str = "oldest"
     on_stale: OnStale = "wait"
+    outstanding: int | None = None
+    publish_every: int = 1
     ticket_timeout_s: float | None = None
     max_failed_fraction: float = 1.0
     baseline: bool = False
@@ -93,6 +97,8 @@ class QueueSettings:
             filter=rule if filters.enable else None,
             order=replay.order,
             on_stale=replay.on_stale,
+            outstanding=None if replay.outstanding == "auto" else replay.outstanding,
+            publish_every=config.weight_sync.every_steps,
             ticket_timeout_s=config.rollout.longest_group_s,
             max_failed_fraction=config.task.max_bad_fraction,
             baseline=config.algorithm.has_baseline,

@@ -38,6 +38,7 @@ CASES = {
     "publications": replace(BASE, publish_s=1.5),
     "tail": replace(BASE, spread=1.0, longest=8.0, slots=8, max_staleness=1),
     "slots": replace(BASE, max_staleness=0),
+    "slots, as set": replace(BASE, outstanding=9),
 }
 
 
@@ -59,7 +60,7 @@ def throughput(scenario: Scenario) -> float:
 def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: str) -> None:
     scenario = CASES[kind]
     verdict = verdict_on(scenario)
-    assert verdict.kind == kind, verdict.text
+    assert verdict.kind == kind.partition(",")[0], verdict.text
     assert "\n" not in verdict.text and "groups/s" not in verdict.text, "it promises no figure"
     before, after = throughput(scenario), throughput(scenario.advised(verdict.advice))
     assert verdict.rate == pytest.approx(before, rel=0.05)
@@ -67,6 +68,18 @@ def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: st
     assert 0.5 * verdict.predicted_gain < after - before < 1.5 * verdict.predicted_gain, (
         f"{before} -> {after}: {verdict.text}"
     )
+
+
+def test_a_larger_bound_is_no_advice_while_fewer_groups_are_outstanding_than_it_allows() -> None:
+    told = lines(steps=6, starved=0.5, blocked=0.5, length=40.0)
+    told = [line | {"replay/limit": 5.0, "replay/capacity": 8.0} for line in told]
+    verdict = observed(told)[-1]
+    assert (verdict.kind, verdict.advice) == ("unclear", {})
+    assert verdict.text == (
+        "learner idle 50%: 5 of 8 groups may be outstanding, more as long as that goes on"
+    )
+    full = observed([line | {"replay/limit": 8.0} for line in told])[-1]
+    assert full.kind == "slots" and "replay.max_staleness" in full.advice
 
 
 def test_a_run_whose_learner_and_engines_are_both_busy_is_balanced() -> None:

@@ -40,7 +40,7 @@ HAZARDS = {
 
 
 @st.composite
-def scenarios(draw: Callable, order: str, on_stale: str) -> Scenario:
+def scenarios(draw: Callable, order: str, on_stale: str, any_limit: bool) -> Scenario:
     """Short runs with small groups: what can go wrong goes wrong within a few steps."""
 
     def one_of(*values: object) -> object:
@@ -52,6 +52,7 @@ def scenarios(draw: Callable, order: str, on_stale: str) -> Scenario:
         order=order,
         on_stale=on_stale,
         max_staleness=max_staleness,
+        any_limit=any_limit,
         rollout_batch_size=draw(st.integers(1, 4)),
         total_steps=draw(st.integers(5, 8)),
         max_attempts=draw(st.integers(2, 4)),
@@ -74,8 +75,12 @@ def scenarios(draw: Callable, order: str, on_stale: str) -> Scenario:
     )
 
 
-def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], Counter[str]]:
-    """How the schedules ended, and what happened in them."""
+def run_schedules(
+    order: str, on_stale: str, count: int, *, any_limit: bool
+) -> tuple[Counter[str], Counter[str]]:
+    """How the schedules ended, and what happened in them. any_limit: the number of groups that may
+    be outstanding changes at random all the time; else by the queue's own rule.
+    """
     ended: Counter[str] = Counter()
     seen: Counter[str] = Counter()
 
@@ -87,7 +92,7 @@ def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], 
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    @given(scenario=scenarios(order, on_stale))
+    @given(scenario=scenarios(order, on_stale, any_limit))
     def one(scenario: Scenario) -> None:
         result = simulate(scenario)
         ended[result.ended] += 1
@@ -127,13 +132,24 @@ def check_that_it_shows_something(on_stale: str, ended: Counter[str], seen: Coun
 
 @pytest.mark.parametrize(("order", "on_stale"), MODES)
 def test_no_schedule_breaks_a_rule_or_stops_the_run(order: str, on_stale: str) -> None:
-    check_that_it_shows_something(on_stale, *run_schedules(order, on_stale, SCHEDULES))
+    found = run_schedules(order, on_stale, SCHEDULES, any_limit=True)
+    check_that_it_shows_something(on_stale, *found)
+
+
+@pytest.mark.parametrize(("order", "on_stale"), MODES)
+def test_nor_does_one_under_the_limit_of_the_queue(order: str, on_stale: str) -> None:
+    ended, _ = run_schedules(order, on_stale, SCHEDULES // 5, any_limit=False)
+    assert ended["trained"] > sum(ended.values()) / 2
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("any_limit", [True, False])
 @pytest.mark.parametrize(("order", "on_stale"), MODES)
-def test_no_schedule_of_many_breaks_a_rule_or_stops_the_run(order: str, on_stale: str) -> None:
-    check_that_it_shows_something(on_stale, *run_schedules(order, on_stale, 10 * SCHEDULES))
+def test_no_schedule_of_many_breaks_a_rule_or_stops_the_run(
+    order: str, on_stale: str, any_limit: bool
+) -> None:
+    found = run_schedules(order, on_stale, 10 * SCHEDULES, any_limit=any_limit)
+    check_that_it_shows_something(on_stale, *found)
 
 
 def test_a_scenario_always_gives_the_same_run() -> None:

@@ -22,7 +22,10 @@ def queue_settings(**changes: object) -> QueueSettings:
         shaping=Shaping({"correct": 1.0}, 64),
         filter=FilterRule(),
     )
-    return replace(base, **changes)
+    settings = replace(base, **changes)
+    if "outstanding" in changes:
+        return settings
+    return replace(settings, outstanding=settings.capacity)
 
 
 class Clock:

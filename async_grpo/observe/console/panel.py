@@ -40,6 +40,7 @@ _LINES = {
     "queue": (
         ("replay/ready", "{:.0f} ready"),
         ("replay/in_flight", "{:.0f} in flight"),
+        ("replay/limit", "limit {:.0f}"),
         ("replay/capacity", "of {:.0f} groups"),
         ("train/lag_mean", "lag mean {:.2f}"),
         ("train/lag_max", "max {:.0f}"),

@@ -41,6 +41,7 @@ SHOWN = (
     "replay/in_flight",
     "replay/waiting",
     "replay/outstanding",
+    "replay/limit",
     "replay/capacity",
     "replay/live_version",
     "weights/publications",

@@ -1,0 +1,143 @@
+"""How many groups may be outstanding: no more than the learner needs, whatever it needs."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from async_grpo.replay.outstanding import WINDOW, OutstandingLimit
+from async_grpo.replay.rules import QueueSettings
+from benchmarks.scenario import Result, Scenario
+from benchmarks.simulation import BASE, balanced
+from benchmarks.simulator import simulate
+from tests.support.queues import queue_settings
+
+SIZE = 8
+SEEDS = range(2)
+
+
+def settings(**changes: object) -> QueueSettings:
+    values = {"rollout_batch_size": SIZE, "max_staleness": 7, "outstanding": None} | changes
+    return queue_settings(**values)
+
+
+def after(limit: OutstandingLimit, *left: int, starved: bool = False, refused: bool = True) -> int:
+    """The limit after departures with these groups left over."""
+    for one in left:
+        if starved:
+            limit.starves()
+        if refused:
+            limit.refuses()
+        limit.departs(one)
+    return limit.groups
+
+
+# ---- the rule
+
+
+def test_it_begins_with_a_batch_in_training_and_one_that_is_generated() -> None:
+    assert OutstandingLimit(settings()).groups == 2 * SIZE
+    assert OutstandingLimit(settings(publish_every=3)).groups == 4 * SIZE
+    assert OutstandingLimit(settings(max_staleness=1, publish_every=2)).groups == 2 * SIZE
+
+
+def test_it_rises_faster_as_long_as_the_learner_starves() -> None:
+    limit = OutstandingLimit(settings())
+    grown = [after(limit, 0, starved=True) for _ in range(7)]
+    assert grown == [18, 20, 24, 32, 48, 64, 64], "a quarter of a batch, then ever more, at most B"
+    assert after(limit, 3) == 64
+    limit.groups = 20
+    assert after(limit, 0, starved=True) == 22, "it begins anew"
+
+
+def test_a_learner_that_starves_for_want_of_engines_changes_nothing() -> None:
+    """No actor asked for more tickets."""
+    assert after(OutstandingLimit(settings()), 0, 0, 0, starved=True, refused=False) == 2 * SIZE
+
+
+def test_it_falls_by_half_of_what_is_always_too_many() -> None:
+    limit = OutstandingLimit(settings())
+    limit.groups = 40
+    assert after(limit, 20, 13, 30) == 40
+    assert after(limit, 20) == 40 - 6, "13 were always there, and one may be"
+    assert after(limit, 9, 9, 9) == 34, "what it has changed must show first"
+    assert after(limit, 1) == 34
+    assert after(limit, 9, 9, 2) == 34
+    assert after(limit, 9) == 33
+    assert after(limit, *[9] * WINDOW) == 29
+    assert after(limit, *[60] * 40) == SIZE + 1, "enough for a batch, and one more"
+
+
+def test_groups_that_are_left_over_are_counted_once_there_are_enough_departures() -> None:
+    limit = OutstandingLimit(settings(outstanding=20))
+    assert [after(limit, left) and limit.standing for left in (5, 4, 9, 6, 7, 8)] == [
+        0, 0, 0, 4, 4, 6
+    ]  # fmt: skip
+    after(limit, 3, starved=True)
+    assert limit.standing == 0
+
+
+def test_publications_keep_the_slots_of_all_steps_since_the_last_one() -> None:
+    limit = OutstandingLimit(settings(publish_every=3))
+    assert after(limit, *[60] * 60) == 3 * SIZE + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [({"outstanding": 20}, 20), ({"max_staleness": 0}, SIZE), ({"outstanding": 64}, 64)],
+)
+def test_a_number_and_a_synchronous_run_stay_as_they_are(
+    changes: dict[str, int], groups: int
+) -> None:
+    limit = OutstandingLimit(settings(**changes))
+    assert after(limit, 0, 0, 0, starved=True) == groups == after(limit, *[60] * 20)
+    assert limit.asks_refused == 23
+
+
+# ---- in simulated runs
+
+
+EVEN = balanced(replace(BASE, total_steps=80))
+SLOW = {"learner_s": 2 * EVEN.learner_s}
+DEEP = replace(EVEN, max_staleness=7)
+
+
+def runs(scenario: Scenario) -> list[Result]:
+    return [simulate(replace(scenario, seed=seed)) for seed in SEEDS]
+
+
+def figures(scenario: Scenario) -> tuple[float, float]:
+    """Share of the time in which the learner is idle, and the mean lag."""
+    found = [run.figures(skip=10) for run in runs(scenario)]
+    return tuple(statistics.mean(one[name] for one in found) for name in ("idle", "lag_mean"))
+
+
+@pytest.mark.parametrize(
+    "scenario", [replace(DEEP, **SLOW), replace(DEEP, **SLOW, on_stale="mask"), DEEP]
+)
+def test_half_the_lag_without_more_idle_time(scenario: Scenario) -> None:
+    deep_idle, deep_lag = figures(replace(scenario, outstanding=(7 + 1) * 16))
+    idle, lag = figures(scenario)
+    assert lag < 0.6 * deep_lag and idle < deep_idle + 0.03
+
+
+def test_a_lower_bound_costs_what_the_limit_does_not() -> None:
+    """The longest answers need the bound, not the number of groups."""
+    slow = replace(DEEP, **SLOW)
+    bound_idle, bound_lag = figures(replace(slow, max_staleness=3, outstanding=(3 + 1) * 16))
+    idle, lag = figures(slow)
+    assert lag < bound_lag and idle < bound_idle - 0.1
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_it_settles_within_ten_steps_of_a_change_of_the_learner(factor: float) -> None:
+    """From step 40 on the learner takes `factor` times as long."""
+    half = EVEN.rollout_batch_size / 2
+    for run in runs(replace(DEEP, spread=0.3, slower=(40, factor))):
+        limits = [step.limit for step in run.steps]
+        assert max(limits[20:40]) - min(limits[20:40]) <= half, limits
+        assert max(limits[60:]) - min(limits[60:]) <= half, limits
+        settled = statistics.mean(limits[60:])
+        assert max(abs(limit - settled) for limit in limits[50:]) <= half, limits
