@@ -4,11 +4,19 @@ docs/staleness.jsonl] [--docs docs/benchmarks.md]`.
 Runs in: one process with an engine of its own; several may work at once on the same file of rows
 (`--part 1/2`, `--part 2/2`).
 
-The model and the task of the quickstart are trained at a forced lag of 0 to 32 learner steps by
-each of six losses, with five seeds. First the learning rate of every loss is tuned at lag 0 with
-the same budget: of the rates whose accuracy is within a point of the best, the highest. Then it is
-fixed for all lags. One row per run is appended to the file, so that it can be stopped and started
-again at will.
+A model is trained at a forced lag of 0 to 64 learner steps by each of several losses, all with a
+learning rate that falls linearly to 0, with five seeds. A seed fixes the problems, not the
+responses. What is run, in this order:
+
+    tune     every loss at lag 0 and 16, the same rates and seeds for each; the best mean is taken,
+             that of lag 16 for larger lags too
+    run      addition, the quickstart's model: every loss at every lag
+    far      the two losses that are best at lag 32, at lag 64
+    run      sorting, another kind of task, and a larger model: some losses at some lags, with the
+             rates of addition
+
+A run counts by the mean of three evaluations over its last sixth. One row per run is appended to
+the file, so that it can be stopped and started again at will.
 """
 
 from __future__ import annotations
@@ -16,9 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -33,35 +38,19 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, RunError
 from async_grpo.warm_start.cache import ensure_warm_start
+from benchmarks import staleness_table
 from benchmarks.staleness_run import Bench
-from benchmarks.tables import aim, write_docs
+from benchmarks.tables import write_docs
 
 ROOT = Path(__file__).resolve().parents[1]
-LAGS = (0, 1, 4, 8, 16, 32)
-RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+LAGS, FAR, TUNED_AT = (0, 8, 16, 32), 64, (0, 16)
+RATES = (1e-4, 2e-4, 4e-4, 8e-4)
 TUNING_SEEDS = (100, 101)
 """Of no later run."""
-WITHIN = 0.01
-"""How far below the best a learning rate may be in the tuning."""
-HARMFUL, HARM_LAG = 0.10, 16
-"""What the naive loss must lose at that lag, or the experiment shows nothing."""
-PAIRS = (("bounded", "constant"), ("combined", "tis"))
-"""Losses that differ in the clip schedule alone."""
-STUDENT_95 = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    7: 2.447,
-    8: 2.365,
-    9: 2.306,
-    10: 2.262,
-}
-"""Two-sided 95 % quantile of Student's t for so many values."""
 
 TIS: dict[str, Any] = {"level": "token", "mode": "truncate", "upper": 2.0}
 HARMONIC: dict[str, Any] = {"kind": "harmonic", "rate": 1.0}
+WIDE = {"clip_ratio_low": 0.6, "clip_ratio_high": 1.5}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "naive": (
         "old data taken for new: ratios against the learner's own policy, no weights",
@@ -71,24 +60,54 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
         "the same with truncated importance weights, at most 2",
         {"anchor": "recomputed", "importance": TIS},
     ),
-    "decoupled": (
-        "decoupled PPO: importance weights above 5 masked",
-        {"anchor": "recomputed", "importance": {"level": "token", "mode": "mask", "upper": 5.0}},
+    "topr": (
+        "no interval: right answers count in full, wrong ones by the ratio of the whole response, "
+        "at most 1",
+        {"policy_loss": "topr", "clip_ratio_low": None, "clip_ratio_high": None},
     ),
     "constant": (
         "ratios against the policy that sampled, constant clip interval",
         {"anchor": "behavior"},
     ),
+    "wide": ("the same with an interval of 0.4 to 2.5", {"anchor": "behavior"} | WIDE),
+    "widening": (
+        "the same with an interval that widens with the lag k, by 1 + k / 8, up to 0.4 to 2.5",
+        {
+            "anchor": "behavior",
+            "policy_loss": "widening",
+            "plugins": ["benchmarks.widening"],
+            "clip_schedule": {"kind": "harmonic", "rate": 0.125},
+        },
+    ),
     "bounded": (
-        "the same with staleness-bounded clipping (harmonic)",
+        "the same with staleness-bounded clipping: it narrows with the lag (harmonic)",
         {"anchor": "behavior", "clip_schedule": HARMONIC},
     ),
     "combined": (
-        "staleness-bounded clipping around the learner's own policy, with truncated "
-        "importance weights",
+        "staleness-bounded clipping around the learner's own policy, with truncated importance "
+        "weights",
         {"anchor": "recomputed", "importance": TIS, "clip_schedule": HARMONIC},
     ),
 }
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "addition": ("the quickstart's task and model, 0.3 M weights", {"name": "arithmetic"}, {}),
+    "sorting": (
+        "five digits to be sorted, the same model",
+        {"name": "benchmarks.sorting:Sorting"},
+        {},
+    ),
+    "larger": (
+        "addition with a model of 2.2 M weights",
+        {"name": "arithmetic"},
+        {"hidden_size": 256, "intermediate_size": 512, "layers": 3},
+    ),
+}
+"""Name -> words, task, what differs from the quickstart's warm start."""
+MORE = {
+    "sorting": [(arm, lag) for lag in (0, 16, 32) for arm in ("constant", "tis", "topr")],
+    "larger": [("tis", 0), ("tis", 16)],
+}
+"""Setting -> losses and lags beside the table of addition."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +115,16 @@ class Job:
     """One run. kind: `tune` or `run`."""
 
     kind: str
+    setting: str
     arm: str
     lag: int
     seed: int
     lr: float
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What makes it another run than others."""
-        return self.kind, self.arm, self.lag, self.seed, self.lr
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Job:
+        """The job that a row came from."""
+        return cls(*(row[name] for name in cls.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -116,9 +136,12 @@ class Scale:
     problems: int = 1000
     seeds: int = 5
     lags: tuple[int, ...] = LAGS
+    tuned_at: tuple[int, ...] = TUNED_AT
+    far: int | None = FAR
     rates: tuple[float, ...] = RATES
     tuning_seeds: tuple[int, ...] = TUNING_SEEDS
     arms: tuple[str, ...] = tuple(ARMS)
+    more: tuple[str, ...] = tuple(MORE)
     warm_start: dict[str, int] = field(default_factory=dict)
     """What differs from the quickstart's warm start."""
 
@@ -130,24 +153,32 @@ SMOKE = Scale(
     problems=20,
     seeds=1,
     lags=(0, 2),
+    tuned_at=(0,),
+    far=None,
     rates=(1e-4,),
     tuning_seeds=(100,),
-    arms=("naive", "combined"),
+    arms=("topr", "widening"),
+    more=(),
     warm_start={"max_steps": 20, "blur_max_steps": 0},
 )
 
 
-def config_of(job: Job | None, scale: Scale, directory: str) -> Config:
-    """The quickstart's model and task with the loss, lag and learning rate of a job."""
+def config_of(setting: str, job: Job | None, scale: Scale, directory: str) -> Config:
+    """The quickstart with the task and model of a setting, and the loss, lag and learning rate of a
+    job.
+    """
+    _, task, warm_start = SETTINGS[setting]
     config = load_config(ROOT / "configs" / "quickstart.yaml").model_dump()
     config["run"] |= {"name": "staleness", "dir": directory, "total_steps": scale.steps}
     config["rollout"]["rollout_batch_size"] = scale.batch
-    config["learner"] |= {"ppo_mini_batch_size": scale.batch // 2}
+    config["learner"] |= {"ppo_mini_batch_size": scale.batch // 2, "schedule": "linear"}
     config["evaluation"] |= {"max_samples": scale.problems, "n": 0}
     config["algorithm"]["clip_schedule"] = {"kind": "constant"}
-    config["model"]["warm_start"] |= scale.warm_start
+    config["task"] |= task
+    config["model"]["warm_start"] |= scale.warm_start | warm_start
     if job is not None:
-        config["replay"]["max_staleness"] = job.lag
+        lag = {"max_staleness": job.lag, "outstanding": (job.lag + 1) * scale.batch}
+        config["replay"] |= lag
         config["learner"]["lr"] = job.lr
         config["algorithm"] |= ARMS[job.arm][1]
     return Config.model_validate(config)
@@ -170,206 +201,112 @@ def append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def tuned(rows: Sequence[dict[str, Any]], arm: str, scale: Scale) -> float | None:
-    """The learning rate of a loss, once its tuning is complete."""
-    found = {
-        rate: [
-            row["accuracy"]
-            for row in rows
-            if row["kind"] == "tune" and row["arm"] == arm and row["lr"] == rate
-        ]
-        for rate in scale.rates
-    }
+def tuned(rows: Sequence[dict[str, Any]], arm: str, lag: int, scale: Scale) -> float | None:
+    """The learning rate of a loss at a lag, the best of the nearest smaller lag at which it was
+    tuned; None before that is complete.
+    """
+    at = max(one for one in scale.tuned_at if one <= lag)
+    found: dict[float, list[float]] = {rate: [] for rate in scale.rates}
+    for row in rows:
+        if (row["kind"], row["arm"], row["lag"]) == ("tune", arm, at) and row["lr"] in found:
+            found[row["lr"]].append(row["accuracy"])
     if any(len(values) < len(scale.tuning_seeds) for values in found.values()):
         return None
-    means = {rate: statistics.mean(values) for rate, values in found.items()}
-    return max(rate for rate, mean in means.items() if mean >= max(means.values()) - WITHIN)
+    return max(found, key=lambda rate: statistics.mean(found[rate]))
+
+
+def far_arms(rows: Sequence[dict[str, Any]], scale: Scale) -> list[str]:
+    """The two losses with the best mean at the largest lag of the table, once that is complete."""
+    found = {
+        arm: [
+            row["accuracy"]
+            for row in rows
+            if (row["kind"], row["setting"], row["arm"], row["lag"])
+            == ("run", "addition", arm, scale.lags[-1])
+        ]
+        for arm in scale.arms
+    }
+    if any(len(values) < scale.seeds for values in found.values()):
+        return []
+    return sorted(found, key=lambda arm: -statistics.mean(found[arm]))[:2]
 
 
 def jobs(rows: Sequence[dict[str, Any]], scale: Scale) -> Iterator[Job]:
-    """What is to be done, tuning first, then seed after seed."""
+    """What is to be done, in its order; without what is not yet known."""
     for seed in scale.tuning_seeds:
-        yield from (Job("tune", arm, 0, seed, rate) for rate in scale.rates for arm in scale.arms)
-    rates = {arm: tuned(rows, arm, scale) for arm in scale.arms}
-    for seed in range(scale.seeds):
-        yield from (
-            Job("run", arm, lag, seed, rates[arm])
-            for lag in scale.lags
-            for arm in scale.arms
-            if rates[arm] is not None
-        )
+        for lag in scale.tuned_at:
+            yield from (
+                Job("tune", "addition", arm, lag, seed, rate)
+                for rate in scale.rates
+                for arm in scale.arms
+            )
+
+    def runs(setting: str, cells: Sequence[tuple[str, int]]) -> Iterator[Job]:
+        for seed in range(scale.seeds):
+            for arm, lag in cells:
+                if (rate := tuned(rows, arm, lag, scale)) is not None:
+                    yield Job("run", setting, arm, lag, seed, rate)
+
+    yield from runs("addition", [(arm, lag) for lag in scale.lags for arm in scale.arms])
+    if scale.far is not None:
+        yield from runs("addition", [(arm, scale.far) for arm in far_arms(rows, scale)])
+    for setting in scale.more:
+        yield from runs(setting, MORE[setting])
 
 
 def next_job(path: Path, scale: Scale, *, part: int, parts: int) -> Job | None:
     """The first job of this part that has no row yet."""
     rows = read_rows(path)
-    done = {Job(row["kind"], row["arm"], row["lag"], row["seed"], row["lr"]).key for row in rows}
-    mine = (
-        job for job in jobs(rows, scale) if zlib.crc32(repr(job.key).encode()) % parts == part
-    )  # the same in every process
-    return next((job for job in mine if job.key not in done), None)
+    done = {Job.of(row) for row in rows}
+    mine = (job for job in jobs(rows, scale) if zlib.crc32(repr(job).encode()) % parts == part)
+    return next((job for job in mine if job not in done), None)  # the same in every process
 
 
 async def work(arguments: argparse.Namespace, scale: Scale, directory: str) -> None:
     """Run what is open until nothing is, or the time is over."""
-    base = config_of(None, scale, directory)
-    model_dir = await asyncio.to_thread(ensure_warm_start, base, progress=print, timeout_s=1800.0)
     deadline = time.monotonic() + 60 * arguments.minutes
     part, parts = (int(number) for number in arguments.part.split("/"))
-    bench = Bench(base, model_dir)
-    await bench.start()
+    bench: Bench | None = None
+    setting = ""
     try:
         while time.monotonic() < deadline:
             job = next_job(arguments.rows, scale, part=part - 1, parts=parts)
             if job is None:
                 return
+            if bench is None or job.setting != setting:
+                if bench is not None:
+                    await bench.close()
+                setting, bench = job.setting, await start(job.setting, scale, directory)
             try:
-                result = await bench.train(config_of(job, scale, directory), seed=job.seed)
+                config = config_of(job.setting, job, scale, directory)
+                result = await bench.train(config, seed=job.seed)
             except NonFinite as error:
                 result = {"accuracy": 0.0, "failed": str(error)}
             row = job.__dict__ | {"steps": scale.steps, "batch": scale.batch} | result
             append(arguments.rows, row)
             print(
-                f"{job.kind} {job.arm} lag {job.lag} seed {job.seed} lr {job.lr:g}: "
+                f"{job.kind} {job.setting} {job.arm} lag {job.lag} seed {job.seed} lr {job.lr:g}: "
                 f"{row['accuracy']:.1%} in {row.get('seconds', 0):.0f} s",
                 flush=True,
             )
     finally:
-        await bench.close()
+        if bench is not None:
+            await bench.close()
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval (Student's t)."""
-    if len(values) < 2:
-        return statistics.mean(values), math.nan
-    return statistics.mean(values), STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(
-        len(values)
-    )
-
-
-def cell(values: Sequence[float]) -> str:
-    """Mean and 95 % interval in percent, and how many runs if they are not all there."""
-    if not values:
-        return "-"
-    mean, half = interval(values)
-    return f"{mean:.1%}" + ("" if math.isnan(half) else f" ± {100 * half:.1f}")
-
-
-def table(rows: Sequence[dict[str, Any]], scale: Scale) -> list[str]:
-    """The result as Markdown."""
-    runs = [row for row in rows if row["kind"] == "run"]
-    accuracy = {
-        (arm, lag): [row["accuracy"] for row in runs if row["arm"] == arm and row["lag"] == lag]
-        for arm in ARMS
-        for lag in scale.lags
-    }
-    counts = sorted({len(values) for values in accuracy.values()})
-    caption = (
-        f"Held-out accuracy (greedy, {scale.problems} problems) after {scale.steps} "
-        f"learner steps of {scale.batch} groups x 8, two updates each; mean "
-        "and 95 % interval over "
-        f"{counts[0]}{f' to {counts[-1]}' if len(counts) > 1 else ''} seeds. "
-        f"{platform.machine()}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores; the machine's speed does not matter."
-    )
-    lines = [
-        caption,
-        "",
-        "| loss | learning rate | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " |",
-        "|---" * (2 + len(scale.lags)) + "|",
-    ]
-    for arm in ARMS:
-        rate = tuned(rows, arm, scale)
-        lines.append(
-            f"| {arm} | {'-' if rate is None else f'{rate:g}'} | "
-            + " | ".join(cell(accuracy[arm, lag]) for lag in scale.lags)
-            + " |"
-        )
-    lines += [
-        "",
-        *[f"- `{arm}`: {text}" for arm, (text, _) in ARMS.items()],
-        "",
-        *gains(runs, scale),
-        *aims(accuracy, scale),
-    ]
-    return lines
-
-
-def gains(runs: Sequence[dict[str, Any]], scale: Scale) -> Iterator[str]:
-    """What the narrowing of the clip interval adds, seed by seed."""
-    accuracy = {(row["arm"], row["lag"], row["seed"]): row["accuracy"] for row in runs}
-    yield (
-        "What staleness-bounded clipping adds: points, the same seed with and without it (at "
-        "lag 0 they are the same loss, so that column is chance):"
-    )
-    yield from (
-        "",
-        "| | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " | different from 0 |",
-        "|---" * (2 + len(scale.lags)) + "|",
-    )
-    for schedule, constant in PAIRS:
-        cells, proven = [], []
-        for lag in scale.lags:
-            seeds = [
-                seed
-                for arm, other, seed in accuracy
-                if (arm, other) == (schedule, lag) and (constant, lag, seed) in accuracy
-            ]
-            found = [
-                100 * (accuracy[schedule, lag, seed] - accuracy[constant, lag, seed])
-                for seed in seeds
-            ]
-            mean, half = interval(found) if found else (math.nan, math.nan)
-            cells.append(
-                "-"
-                if not found
-                else f"{mean:+.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}")
-            )
-            proven += [f"lag {lag}"] if abs(mean) > half else []
-        yield (
-            f"| {schedule} - {constant} | {' | '.join(cells)} | {', '.join(proven) or 'nowhere'} |"
-        )
-    yield ""
-
-
-def aims(accuracy: dict[tuple[str, int], list[float]], scale: Scale) -> Iterator[str]:
-    """Whether the experiment shows anything, and the aims."""
-
-    def mean(arm: str, lag: int) -> float:
-        return statistics.mean(accuracy[arm, lag]) if accuracy.get((arm, lag)) else math.nan
-
-    if HARM_LAG not in scale.lags or math.isnan(mean("naive", HARM_LAG)):
-        yield "Not complete: no verdict yet."
-        return
-    loss = mean("naive", 0) - mean("naive", HARM_LAG)
-    yield (
-        f"The naive loss loses {100 * loss:.1f} points at lag {HARM_LAG}: "
-        + (
-            "old data hurts here, and the losses can be told apart."
-            if loss >= HARMFUL
-            else "too little for this experiment to show anything."
-        )
-    )
-    yield from ("", "| aim | measured | |", "|---|---|---|")
-    for arm in ("bounded", "combined"):
-        for least, lags in (
-            (0.99, [lag for lag in scale.lags if 0 < lag <= 16]),
-            (0.95, [lag for lag in scale.lags if lag > 16]),
-        ):
-            shares = {lag: [one / mean(arm, 0) for one in accuracy[arm, lag]] for lag in lags}
-            worst = min(shares, key=lambda lag: mean(arm, lag))
-            met = mean(arm, worst) >= least * mean(arm, 0)
-            yield aim(
-                f"{arm}: at least {least:.0%} of lag 0 at lag {', '.join(map(str, lags))}",
-                f"{cell(shares[worst])} at lag {worst}",
-                met=met,
-            )
+async def start(setting: str, scale: Scale, directory: str) -> Bench:
+    """Start an engine with the warm-started model of a setting."""
+    base = config_of(setting, None, scale, directory)
+    model_dir = await asyncio.to_thread(ensure_warm_start, base, progress=print, timeout_s=1800.0)
+    bench = Bench(base, model_dir)
+    await bench.start()
+    return bench
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.staleness",
-        description="Held-out accuracy at forced lags, for six losses.",
+        description="Held-out accuracy at forced lags, for several losses.",
     )
     parser.add_argument(
         "--rows",
@@ -403,7 +340,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 asyncio.run(work(arguments, scale, directory))
             except RunError as error:
                 raise SystemExit(f"error: {error}") from error
-    lines = table(read_rows(arguments.rows), scale)
+    rows = read_rows(arguments.rows)
+    rates = {
+        (arm, lag): tuned(rows, arm, lag, scale) for arm in scale.arms for lag in scale.tuned_at
+    }
+    words = {arm: text for arm, (text, _) in ARMS.items() if arm in scale.arms}
+    settings = {name: text for name, (text, _, _) in SETTINGS.items()}
+    lines = staleness_table.table(rows, rates=rates, arms=words, settings=settings)
     print("\n".join(lines))
     if arguments.docs is not None:
         write_docs(arguments.docs, lines, benchmark="staleness")

@@ -24,7 +24,9 @@ import torch
 
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.forward_choice import by_row
 from async_grpo.learner.learner import Learner
+from async_grpo.learner.packing import response_row
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.actor_reports import ActorReport
@@ -32,7 +34,9 @@ from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout.actor import RolloutActor
+from async_grpo.runtime.provenance import load_tokenizer
 from async_grpo.tasks.base import task_weights
+from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Version
@@ -167,37 +171,49 @@ class Bench:
 
     async def train(self, config: Config, *, seed: int) -> dict[str, Any]:
         """One run of `run.total_steps` with a lag of `replay.max_staleness`: held-out accuracy
-        before and after, the lags that were trained, and the score of every step.
+        before, and three times over the last sixth; its mean over these; the mean probability of
+        the right answers at the end; the lags that were trained; score and effective sample size of
+        every step.
         """
         self._runs += 1
         started = time.monotonic()
-        async with self._system(config, seed=seed) as (loop, publisher, scores, lags):
+        total, scores, ess, evaluations = config.run.total_steps, [], [], []
+        lags: list[tuple[float, float]] = []
+        evaluated = {total * twelfths // 12 for twelfths in (10, 11)}
+        async with self._system(config, seed=seed) as (loop, publisher, learner):
             await publisher.publish(0)
             before = await self._accuracy(publisher.label(0))
             producing = asyncio.create_task(self._actor.run())
             try:
-                for _ in range(config.run.total_steps):
+                for step in range(1, total + 1):
                     metrics = await loop.step()
                     scores.append(round(metrics["rollout/score"], 4))
+                    ess.append(round(metrics["train/ess"], 4))
                     lags.append((metrics["train/lag_mean"], metrics["train/lag_max"]))
+                    if step in evaluated:
+                        evaluations.append(await self._accuracy(publisher.label(step)))
             finally:
                 await self._switch.queue.close()
                 await asyncio.wait_for(producing, STEP_TIMEOUT_S)
-            after = await self._accuracy(publisher.label(config.run.total_steps))
+            evaluations.append(await self._accuracy(publisher.label(total)))
+            probability = await asyncio.to_thread(self._probability, learner)
         full = lags[config.replay.max_staleness :] or [(float("nan"),) * 2]
         return {
             "before": before,
-            "accuracy": after,
+            "accuracy": round(float(np.mean(evaluations)), 5),
+            "evaluations": evaluations,
+            "probability": round(probability, 5),
             "lag_mean": float(np.mean([mean for mean, _ in full])),
             "lag_max": max(most for _, most in lags),
             "scores": scores,
+            "ess": ess,
             "seconds": round(time.monotonic() - started, 1),
         }
 
     @asynccontextmanager
     async def _system(
         self, config: Config, *, seed: int
-    ) -> AsyncIterator[tuple[Loop, InStep, list[float], list[tuple[float, float]]]]:
+    ) -> AsyncIterator[tuple[Loop, InStep, Learner]]:
         """Queue, learner and loop of one run."""
         rollout, first = config.rollout, seed * GROUPS_PER_SEED
         settings = QueueSettings(
@@ -254,7 +270,7 @@ class Bench:
                 steps_done=0,
                 listener=publisher,
             )
-            yield loop, publisher, [], []
+            yield loop, publisher, learner
         finally:
             sender.close()
             learner.close()
@@ -266,3 +282,16 @@ class Bench:
             indices=range(total), total=total, label=label, samples=0
         )
         return sum(outcome.greedy for outcome in outcomes) / total
+
+    def _probability(self, learner: Learner) -> float:
+        """Mean probability that the learner's weights give the right answers of the held-out
+        problems, the end of the response included.
+        """
+        tokenizer = load_tokenizer(self._model_dir, trust_remote_code=False)
+        rows = []
+        for problem in self._task.evaluation(self._config.evaluation.max_samples):
+            prompt = prompt_ids(tokenizer, problem.prompt)
+            answer = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
+            rows.append(response_row(np.array(prompt), np.array(answer)))
+        found = by_row(learner.engine, rows)
+        return float(np.mean([np.exp(logprobs.sum()) for logprobs in found]))
