@@ -17,8 +17,10 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.scenario import PROMPT_SHARE, Scenario
-from benchmarks.simulator import simulate
+from async_grpo.simulation.engine import Speed
+from async_grpo.simulation.scenario import PROMPT_SHARE, Scenario
+from async_grpo.simulation.simulator import simulate
+from benchmarks.tables import write_docs
 
 BEGIN, END = (
     "<!-- Written by `python -m benchmarks.simulation`. -->",
@@ -33,15 +35,17 @@ MODES = [
 BOUNDS = (0, 1, 3, 7)
 SKIPPED_STEPS = 10
 """At each end: the queue fills, and the last groups of a run have nobody to overtake them."""
+SPEED = Speed(((1, 96.0), (32, 1024.0)))
+"""A response alone has three times the speed that it has in a full engine."""
 BASE = Scenario(
     rollout_batch_size=16,
     group_size=8,
     mean_tokens=32.0,
     spread=1.0,
     longest=8.0,
-    tokens_per_s=32.0,
+    speed=SPEED,
     actors=8,
-    slots=4,
+    places=32,
 )
 COLUMNS = {
     "idle": "learner idle %",
@@ -57,8 +61,10 @@ def balanced(scenario: Scenario) -> Scenario:
     """With a learner that needs as long for a batch as the producers on average, all of their slots
     taken.
     """
-    group_s = statistics.mean(scenario.duration_s(group_id) for group_id in range(4_000))
-    step_s = scenario.rollout_batch_size * group_s / (scenario.actors * scenario.slots)
+    ids = range(4_000)
+    group = statistics.mean(sum(scenario.lengths(group_id, 1)) for group_id in ids)
+    full = scenario.actors * scenario.speed.total(scenario.places)
+    step_s = scenario.rollout_batch_size * group / full
     return replace(scenario, learner_s=step_s, publish_s=0.05 * step_s, poll_s=0.25 * step_s)
 
 
@@ -74,16 +80,17 @@ def cell(name: str, runs: list[dict[str, float]]) -> str:
 
 def describe(scenario: Scenario, seeds: int) -> str:
     """What was simulated, in words."""
-    group_s = statistics.mean(scenario.duration_s(group_id) for group_id in range(4_000))
-    longest = scenario.longest * scenario.mean_tokens / scenario.tokens_per_s
-    slots, step_s = scenario.actors * scenario.slots, scenario.learner_s
+    speed, step_s = scenario.speed, scenario.learner_s
+    longest = scenario.longest * scenario.mean_tokens
+    alone, full = (longest / speed.each(running) / step_s for running in (1, scenario.places))
     return f"""{scenario.total_steps} steps of R = {scenario.rollout_batch_size} groups of
-{scenario.group_size} responses, {seeds} seeds; {slots} groups at a time on {scenario.actors}
-actors. Response lengths are lognormal (sigma {scenario.spread:g}, of which {PROMPT_SHARE:g} is the
-prompt's) and cut at {scenario.longest:g} x the mean. A group takes as long as its longest response:
-{group_s:.2f} x the time of a mean response on average, {longest:g} x at most. A learner step takes
-{step_s:.2f} x that time (+- 50 %): the longest response lasts {longest / step_s:.1f} learner
-steps. The first and the last {SKIPPED_STEPS} steps are left out.
+{scenario.group_size} responses, {seeds} seeds; {scenario.actors} engines with room for
+{scenario.places} responses each, which share its speed: a response alone has
+{speed.each(1) / speed.each(scenario.places):g} times the speed that it has in a full engine.
+Response lengths are lognormal (sigma {scenario.spread:g}, of which {PROMPT_SHARE:g} is the
+prompt's) and cut at {scenario.longest:g} x the mean. A learner step (+- 50 %) takes as long as full
+engines need for its tokens: the longest response lasts {full:.1f} learner steps in a full engine
+and {alone:.1f} alone. The first and the last {SKIPPED_STEPS} steps are left out.
 {machine()}."""
 
 
@@ -93,6 +100,50 @@ def machine() -> str:
         f"Simulated with Python {platform.python_version()} on {platform.machine()}; time is "
         "invented, so the machine does not matter"
     )
+
+
+SCHEDULES = {
+    "engines 4 x as fast": (4.0, 1.0, "wait"),
+    "engines 2 x as fast": (2.0, 1.0, "wait"),
+    "the same": (2.0, 1.0, "mask"),
+    "engines 1.5 x as fast, short tails": (1.5, 0.3, "wait"),
+    "as fast as the learner": (1.0, 1.0, "wait"),
+    "the same ": (1.0, 1.0, "mask"),
+    "engines half as fast": (0.5, 1.0, "wait"),
+}
+"""What is compared in the second table -> learner steps against balanced ones, spread of lengths,
+on_stale.
+"""
+DEPTHS = ((3, True), (7, True), (7, False))
+"""Bounds, and whether all of their groups may always be outstanding."""
+
+
+def outstanding(base: Scenario, seeds: int) -> list[str]:
+    """The second table: how deep the queue is, and what that costs."""
+    columns = ["idle", "lag_mean", "lag_max", "masked"]
+    header = " | ".join(["engines", "on_stale", "K", "outstanding", *map(COLUMNS.get, columns)])
+    lines = [f"| {header} |", "|---" * (4 + len(columns)) + "|"]
+    for words, (factor, spread, on_stale) in SCHEDULES.items():
+        for bound, full in DEPTHS:
+            limit = (bound + 1) * base.rollout_batch_size
+            scenarios = [
+                replace(
+                    base,
+                    seed=seed,
+                    learner_s=factor * base.learner_s,
+                    spread=spread,
+                    on_stale=on_stale,
+                    max_staleness=bound,
+                    outstanding=limit if full else None,
+                )
+                for seed in range(seeds)
+            ]
+            figures = [simulate(scenario).figures(skip=SKIPPED_STEPS) for scenario in scenarios]
+            cells = " | ".join(cell(name, figures) for name in columns)
+            depth = limit if full else "auto"
+            lines.append(f"| {words.strip()} | {on_stale} | {bound} | {depth} | {cells} |")
+            print(lines[-1], flush=True)
+    return lines
 
 
 def main() -> None:
@@ -117,7 +168,14 @@ def main() -> None:
     for bound in BOUNDS:
         for order, on_stale in MODES:
             scenarios = [
-                replace(base, seed=seed, order=order, on_stale=on_stale, max_staleness=bound)
+                replace(
+                    base,
+                    seed=seed,
+                    order=order,
+                    on_stale=on_stale,
+                    max_staleness=bound,
+                    outstanding=(bound + 1) * base.rollout_batch_size,
+                )
                 for seed in range(arguments.seeds)
             ]
             figures = [simulate(scenario).figures(skip=SKIPPED_STEPS) for scenario in scenarios]
@@ -135,6 +193,11 @@ def main() -> None:
         arguments.out,
         lines,
         {"base": asdict(base), "machine": machine(), "skipped_steps": SKIPPED_STEPS, "runs": runs},
+    )
+    write_docs(
+        arguments.out / "simulation.md",
+        outstanding(base, arguments.seeds),
+        benchmark="simulation.outstanding",
     )
     print(f"{len(runs)} runs in {time.monotonic() - started:.0f} s, written to {arguments.out}")
 

@@ -2,32 +2,20 @@
 with measured lengths.
 
 Runs in: the process of `benchmarks.throughput`. The simulation is the real `ReplayQueue` in
-invented time (`benchmarks.simulator`).
+invented time (`async_grpo.simulation`).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine_arguments import CPU_MAX_NUM_SEQS
-from benchmarks.scenario import Scenario
-from benchmarks.simulator import simulate
+from async_grpo.simulation.engine import Speed
+from async_grpo.simulation.scenario import Scenario
+from async_grpo.simulation.simulator import simulate
 
 STEPS, SKIPPED = 60, 10
-
-
-@dataclass(frozen=True)
-class MeasuredLengths(Scenario):
-    """A schedule whose groups have lengths that were measured, in any order."""
-
-    measured: tuple[tuple[int, ...], ...] = ()
-
-    def lengths(self, group_id: int, attempt: int) -> list[int]:
-        """Of one of the measured groups."""
-        return list(random.Random(hash((self.seed, group_id, attempt))).choice(self.measured))
 
 
 def ideal_speed_up(generation: float, learner: float) -> float:
@@ -47,20 +35,19 @@ def simulated_idle(
     publish_s: float,
     staleness: int,
 ) -> float:
-    """Share of the time that the learner waits. tokens_per_s: of a full engine, so that each of its
-    responses has a part of it.
+    """Share of the time that the learner waits. tokens_per_s: of a full engine, whose responses
+    share it; one alone has an eighth of it.
     """
     places = config.cluster.engine.max_num_seqs or CPU_MAX_NUM_SEQS
-    slots = max(1, places // config.rollout.group_size)
-    scenario = MeasuredLengths(
+    scenario = Scenario(
         max_staleness=staleness,
         rollout_batch_size=config.rollout.rollout_batch_size,
         group_size=config.rollout.group_size,
         total_steps=STEPS,
-        measured=tuple(map(tuple, lengths)),
-        tokens_per_s=tokens_per_s / (slots * config.rollout.group_size),
+        seen=tuple(map(tuple, lengths)),
+        speed=Speed(((1, tokens_per_s / 8), (8, tokens_per_s))),
         actors=1,
-        slots=slots,
+        places=places,
         learner_s=learner_s,
         publish_s=publish_s,
         poll_s=0.02,

@@ -47,6 +47,7 @@ SYSTEM = (
     "tests/learner/test_adapters.py",
     "tests/learner/test_checkpoint.py",
     "tests/observe/test_bottleneck.py",
+    "tests/replay/test_outstanding.py",
     "tests/test_session.py",
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the

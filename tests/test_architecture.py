@@ -21,7 +21,7 @@ RINGS = (
     "loop rollout learner checkpoint warm_start",  # bodies of processes
     "cluster",  # Ray
     "observe",  # aside, reading only
-    "preflight report status export replay.__main__",  # aside, reading only
+    "preflight report status export simulation replay.__main__",  # aside, reading only
     "trainer evaluate",  # face
     "run",
 )
@@ -93,6 +93,7 @@ LIBRARIES = {
     "preflight.known_models": "transformers",
     "preflight.architecture": "torch transformers",
     "preflight.engine_trial": "torch transformers numpy",
+    "simulation": "msgpack numpy",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",

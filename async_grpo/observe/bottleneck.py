@@ -98,8 +98,6 @@ class ThroughputModel:
     """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
     masks: bool = False
     """Tokens that are too old get weight 0, so that nothing waits for a long group."""
-    whole: bool = False
-    """A group keeps its place until its last verdict; else each response until it ends."""
     cores: int | None = None
     """Cores that engines and learner ranks share; None where models run on GPUs."""
 
@@ -256,8 +254,7 @@ def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
         )
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
-        took_s = seen.generate_s if setup.whole else seen.response_s
-        generating = seen.completed * took_s / (seen.actors * setup.places)
+        generating = seen.completed * seen.response_s / (seen.actors * setup.places)
         factor = min(limit / seen.rate, 1 / max(generating, 1e-3), AT_MOST)
         workers = math.ceil(setup.workers * factor)
         return _verdict(
@@ -381,8 +378,7 @@ def _no_room(setup: ThroughputModel, seen: Interval, what: str) -> Bottleneck:
 
 def _taken(setup: ThroughputModel, seen: Interval) -> float:
     """Compute the share of the engines' places for groups that is taken (Little's law)."""
-    taken_s = seen.generate_s + seen.verify_s if setup.whole else seen.response_s
-    return seen.completed * taken_s / (seen.actors * setup.places)
+    return seen.completed * seen.response_s / (seen.actors * setup.places)
 
 
 def _engines_limit(setup: ThroughputModel, seen: Interval) -> float:

@@ -7,7 +7,7 @@ With R = rollout_batch_size, s = publish_every and B = (K + 1) R, once per learn
     starved     fewer than R groups were ready while the learner asked, and an actor was refused a
                 ticket that B allows: R / 4 more; from the third time in a row on, twice as many
                 every time
-    standing    more than R / 8 groups were left over at each of the last WINDOW departures: fewer,
+    standing    more than R / 2 groups were left over at each of the last WINDOW departures: fewer,
                 by half of what was always too many
 
 Invariants: s R < limit <= B, so that a batch can always be completed; a ticket is refused earlier
@@ -73,7 +73,7 @@ class OutstandingLimit:
 
     def _fall(self) -> None:
         self._in_a_row = 0
-        spare = self.standing - self._size // 8
+        spare = self.standing - self._size // 2
         if spare > 0 and not self._fixed:
             self.groups = max(self.groups - (spare + 1) // 2, self._least)
             self._left.clear()

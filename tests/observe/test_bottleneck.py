@@ -10,8 +10,9 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, ThroughputModel
-from benchmarks.scenario import Scenario
-from benchmarks.simulator import simulate
+from async_grpo.simulation.engine import Speed
+from async_grpo.simulation.scenario import Scenario
+from async_grpo.simulation.simulator import simulate
 
 SKIPPED = 8
 """Steps at each end: the queue fills, and the last groups of a run have nobody to overtake them."""
@@ -21,9 +22,9 @@ BASE = Scenario(
     mean_tokens=32.0,
     spread=0.3,
     longest=3.0,
-    tokens_per_s=32.0,
+    speed=Speed.alone(32.0),
     actors=8,
-    slots=4,
+    places=16,
     max_staleness=3,
     total_steps=40,
     learner_s=1.0,
@@ -36,7 +37,7 @@ CASES = {
     "engines": replace(BASE, learner_s=0.5, actors=2),
     "verifier": replace(BASE, learner_s=0.5, verify_s=0.8, max_staleness=6),
     "publications": replace(BASE, publish_s=1.5),
-    "tail": replace(BASE, spread=1.0, longest=8.0, slots=8, max_staleness=1),
+    "tail": replace(BASE, spread=1.0, longest=8.0, places=32, max_staleness=1),
     "slots": replace(BASE, max_staleness=0),
     "slots, as set": replace(BASE, outstanding=9),
 }
@@ -83,7 +84,7 @@ def test_a_larger_bound_is_no_advice_while_fewer_groups_are_outstanding_than_it_
 
 
 def test_a_run_whose_learner_and_engines_are_both_busy_is_balanced() -> None:
-    verdict = verdict_on(replace(BASE, actors=4, learner_s=0.56))
+    verdict = verdict_on(replace(BASE, actors=4, learner_s=0.5))
     assert (verdict.kind, verdict.advice, verdict.predicted_gain) == ("balanced", {}, 0.0), (
         verdict.text
     )

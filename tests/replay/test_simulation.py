@@ -19,8 +19,9 @@ from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.order import Oldest
 from async_grpo.replay.rules import QueueSettings
-from benchmarks.scenario import Scenario
-from benchmarks.simulator import simulate
+from async_grpo.simulation.engine import Speed
+from async_grpo.simulation.scenario import Scenario
+from async_grpo.simulation.simulator import simulate
 
 MODES = [
     ("oldest", "wait"),
@@ -28,6 +29,8 @@ MODES = [
     *((order, stale) for stale in ("mask", "expire") for order in ("oldest", "fifo", "ready")),
 ]
 SCHEDULES = 130
+SHARED = Speed(((1, 4.0), (4, 8.0)), prompt=40.0)
+"""Of an engine that is four times as fast full as a response is in it."""
 HAZARDS = {
     "reject": (0.0, 0.05, 0.3),
     "fail": (0.0, 0.05, 0.3),
@@ -61,9 +64,14 @@ def scenarios(draw: Callable, order: str, on_stale: str, any_limit: bool) -> Sce
         problems=one_of(0, 0, 0, 2, 9, 25),
         retire_at=one_of(0.5, 1.0),
         spread=one_of(1.0, 2.0),
-        tokens_per_s=one_of(1.0, 4.0),
+        speed=one_of(Speed.alone(1.0), Speed.alone(4.0), SHARED),
+        turns=one_of((1, 1), (1, 1), (1, 3)),
+        environment_s=one_of(0.0, 1.0),
+        prompt_tokens=one_of(0.0, 2.0),
+        pause_s=one_of(0.0, 0.5),
+        call_s=one_of(0.0, 0.0, 0.01),
         actors=draw(st.integers(1, 4)),
-        slots=draw(st.integers(1, 8)),
+        places=draw(st.integers(1, 16)),
         learner_s=one_of(0.1, 1.0, 5.0),
         publish_every=draw(st.integers(1, max_staleness + 1)),
         late_live_s=one_of(0.0, 3.0),
@@ -173,7 +181,7 @@ def test_two_thousand_actors() -> None:
     result = simulate(
         Scenario(
             actors=2_000,
-            slots=1,
+            places=2,
             rollout_batch_size=200,
             max_staleness=1,
             total_steps=3,
@@ -273,7 +281,7 @@ BROKEN = {
         Writer,
         "append_event",
         unwritten(events.Put),
-        "has no frame",
+        "has no frame|cannot have happened",
     ),
     "the journal misses publications": (
         ROUGH,
@@ -287,7 +295,7 @@ BROKEN = {
         Writer,
         "append_event",
         unwritten(events.Issue),
-        "ids given",
+        "ids given|cannot have happened",
     ),
 }
 

@@ -1,7 +1,7 @@
-"""One run of the replay queue in invented time: the real `ReplayQueue`, fake rollout actors and a
-fake learner, and every hazard.
+"""One run in invented time: the real `ReplayQueue`, rollout actors and a learner that only take
+time (`producers`, `engine`), and every hazard.
 
-Runs in: tests (thousands of short random schedules) and `benchmarks.simulation` (long ones, for
+Runs in: tests (thousands of short random schedules), benchmarks and the planner (long ones, for
 figures). Hides the order of events: the same scenario gives the same run. After every event the
 queue is compared with the witness; what does not agree raises AssertionError with the scenario.
 """
@@ -10,51 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 import random
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from async_grpo.errors import NoSignal
-from async_grpo.groups import Batch, GroupTicket
+from async_grpo.groups import Batch
 from async_grpo.planning import durations
-from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
+from async_grpo.simulation.producers import Producers
+from async_grpo.simulation.scenario import OPEN_STATES, STATES, Result, Scenario, Step
+from async_grpo.simulation.witness import Witness
 from async_grpo.wire.codec import unpack_frames
-from benchmarks.scenario import OPEN_STATES, STATES, Job, Result, Scenario, Step
-from benchmarks.witness import Witness
 
 MAX_EVENTS = 300_000
 """A run is stuck after this many events without a learner step."""
 
 MEMORY = Path("/dev/shm")
 """Where journals are kept if it exists: a thousand schedules should not wait for a disk."""
-
-
-@dataclass(slots=True, eq=False)
-class Actor:
-    name: str
-    version: int
-    time: EngineTime
-    alive: bool = True
-    hung: bool = False
-    poll_at: float = math.inf
-    jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
-    ended: int = 0
-    """Tokens of groups that it is done with."""
-    free_at: list[float] = field(default_factory=list)
-    """When each of its verifiers is free again."""
 
 
 class Simulation:
@@ -69,35 +52,39 @@ class Simulation:
         self.now = self.progress_at = 0.0
         self.events: list[tuple[float, int, int, Callable[..., Awaitable[None]], tuple]] = []
         self.serial = self.generation = self.opened = 0
-        self.actors: dict[str, Actor] = {}
+        self.producers = Producers(self)
         self.step = self.newest = 0
         self.steps: list[Step] = []
         self.checkpoints: dict[int, dict[str, Any]] = {}
-        self.waiting, self.publishing, self.asked = True, False, 0.0
+        self.waiting, self.publishing = True, False
+        self.asked = 0.0
         self.restart_at = scenario.restarts
         self.ended = ""
         self.time = TimeByCause(LEARNER_CAUSES, clock=lambda: self.now)
         self.lines: list[dict[str, float]] = []
-        self.told: Counter[str] = Counter()
-        self.arrived: Counter[str] = Counter()
-        self.accounted: set[tuple[int, int]] = set()
-        self.open()
+        self.taken: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.metrics: dict[str, float] = {}
+        self.queue = self._opened()
 
     def later(self, delay: float, call: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Let something happen after `delay`, unless the whole run has started again by then."""
         self.serial += 1
         heapq.heappush(
             self.events, (self.now + delay, self.serial, self.generation, call, arguments)
         )
 
     def chance(self, probability: float) -> bool:
+        """Decide by chance."""
         return probability > 0 and self.random.random() < probability
 
     def between(self, low: float, high: float) -> float:
+        """Draw a number evenly."""
         return self.random.uniform(low, high)
 
     async def run(self) -> Result:
-        """The whole run. Raises AssertionError where the queue breaks a rule or stops."""
-        self.start_actors()
+        """Simulate the whole run. Raises AssertionError where the queue breaks a rule or stops."""
+        self.producers.start_all()
         self.time.switch("starved")
         events = 0
         while not self.ended:
@@ -130,8 +117,8 @@ class Simulation:
 
     # ---- the queue's process, and the whole run ----
 
-    def open(self) -> None:
-        """A queue for this start of the run, from the journal if there is one."""
+    def _opened(self) -> ReplayQueue:
+        """Open the queue of this start of the run, from the journal if there is one."""
         base, directory = self.witness.base, str(self.directory / str(self.opened))
         journal = (
             JournalSettings(
@@ -141,16 +128,16 @@ class Simulation:
             else None
         )
         snapshot = self.checkpoints.get(base)
-        self.queue: ReplayQueue = open_queue(
+        return open_queue(
             self.scenario.settings(base), journal, snapshot=snapshot, clock=lambda: self.now
         )
 
     def reopen(self) -> None:
-        """The process dies: what is not in the files by now is lost."""
+        """Let the process die: what is not in the files by now is lost."""
         shutil.copytree(self.directory / str(self.opened), self.directory / str(self.opened + 1))
         self.close()
         self.opened += 1
-        self.open()
+        self.queue = self._opened()
 
     def close(self) -> None:
         """Give the file back, as the death of a process does."""
@@ -158,6 +145,7 @@ class Simulation:
             self.queue._journal.close()
 
     async def die(self) -> None:
+        """Let the queue's process die: another one knows what it knew."""
         self.seen["queue_death"] += 1
         before = await self.account()
         self.reopen()
@@ -167,7 +155,7 @@ class Simulation:
         )
 
     async def account(self) -> tuple[object, ...]:
-        """What must survive the queue's process."""
+        """Return what must survive the queue's process."""
         counts = await self.queue.counts()
         batch = await self.queue.get_batch(self.newest) if counts["training"] else None
         frames = await self.payload(batch) if batch else None
@@ -183,6 +171,7 @@ class Simulation:
         )
 
     async def open_ids(self) -> dict[int, str]:
+        """Return the ids that are not done with, and their states."""
         history = await self.queue.history(list(self.witness.tickets))
         return {
             group_id: record["state"]
@@ -191,6 +180,7 @@ class Simulation:
         }
 
     async def payload(self, batch: Batch) -> list[bytes]:
+        """Return the frames of a batch."""
         return [
             bytes(frame)
             for frame in unpack_frames(
@@ -209,130 +199,26 @@ class Simulation:
             await self.queue.forget(segment=self.checkpoints[oldest]["segment"], step=oldest)
 
     async def restart(self) -> None:
-        """The whole run starts again from a checkpoint, with other actors. Some of the old ones may
+        """Start the whole run again from a checkpoint, with other actors. Some of the old ones may
         still send what they had.
         """
-        witness, old = self.witness, list(self.actors.values())
+        witness, old = self.witness, list(self.producers.actors.values())
         step = max(self.step - self.scenario.lost_steps, witness.base)
         self.restart_at = self.restart_at[1:]
         self.seen["restart"] += 1
         self.seen["lost_steps"] += self.step - step
         self.checkpoints = {at: kept for at, kept in self.checkpoints.items() if at <= step}
         self.generation += 1
-        self.actors = {}
         self.step = self.newest = witness.base = step
         self.steps = self.steps[:step]
         self.reopen()
         witness.restart(step, await self.open_ids())
-        self.waiting, self.publishing, self.asked, self.progress_at = (
-            True,
-            False,
-            self.now,
-            self.now,
-        )
-        self.start_actors()
+        self.waiting, self.publishing = True, False
+        self.asked = self.progress_at = self.now
+        self.producers.start_all()
         for actor in old:
             for job in list(actor.jobs.values())[:1]:
-                self.later(self.between(0.0, 2.0), self.put_too_late, actor, job)
-
-    async def put_too_late(self, actor: Actor, job: Job) -> None:
-        (verdict,) = await self.queue.put(actor.name, [job.frame(self.scenario, actor.name)])
-        assert verdict.status in ("late", "duplicate", "abandoned"), (
-            f"{job.key} of a run that is gone is {verdict.status}"
-        )
-        if verdict.status != "duplicate":
-            self.brings(actor, job)
-        self.seen["late"] += 1
-
-    # ---- producers ----
-
-    def start_actors(self) -> None:
-        for _ in range(self.scenario.actors):
-            self.start_actor(self.between(0.0, 0.1))
-
-    def start_actor(self, delay: float) -> None:
-        """It may have started from old weights, and takes the live ones later."""
-        self.serial += 1
-        clock = EngineTime(clock=lambda: self.now, wall=lambda: 1.0 + self.now)
-        actor = Actor(
-            f"actor-{self.serial}",
-            self.witness.live if self.chance(0.7) else 0,
-            clock,
-            free_at=[0.0] * self.scenario.verifiers,
-        )
-        actor.time.producing(True)
-        self.actors[actor.name] = actor
-        self.later(delay + self.between(0.0, 0.5), self.join, actor)
-        self.poll_soon(actor, delay)
-
-    async def join(self, actor: Actor) -> None:
-        await self.serve(actor, self.witness.live)
-        self.poll_soon(actor, 0.0)
-
-    async def serve(self, actor: Actor, version: int) -> None:
-        """The engine continues with other weights, in the middle of what it generates."""
-        if version <= actor.version:
-            return
-        actor.version = version
-        for job in actor.jobs.values():
-            job.switches.append(
-                (version, int((self.now - job.started) * self.scenario.tokens_per_s))
-            )
-
-    def poll_soon(self, actor: Actor, delay: float) -> None:
-        if self.now + delay < actor.poll_at:
-            actor.poll_at = self.now + delay
-            self.later(delay, self.poll, actor, actor.poll_at)
-
-    async def poll(self, actor: Actor, at: float) -> None:
-        scenario = self.scenario
-        if at != actor.poll_at or not actor.alive or actor.hung:
-            return
-        actor.poll_at = math.inf
-        if self.chance(scenario.death):
-            actor.alive = False
-            self.seen["death"] += 1
-            self.later(self.between(0.0, 1.0), self.declare_dead, actor)
-            return
-        holding = list(actor.jobs)
-        tickets = await self.queue.acquire(
-            actor.name,
-            actor.version,
-            holding,
-            max(scenario.slots - len(holding), 0),
-            self.report(actor) if self.reports else None,
-        )
-        assert tickets is not None, f"{actor.name} is told to stop at step {self.step}"
-        self.witness.issued(actor.name, tickets, now=self.now)
-        if tickets and self.chance(scenario.lost_reply):
-            self.seen["lost_reply"] += 1
-        else:
-            self.begin(actor, tickets)
-        if scenario.slots > len(actor.jobs) or tickets:
-            self.poll_soon(actor, scenario.poll_s * self.between(0.5, 1.5))
-
-    def begin(self, actor: Actor, tickets: list[GroupTicket]) -> None:
-        scenario = self.scenario
-        for ticket in tickets:
-            assert ticket.policy_version <= actor.version
-            lengths = scenario.lengths(ticket.group_id, ticket.attempt)
-            job = Job(ticket, self.now, lengths, [(actor.version, 0)])
-            assert job.key not in actor.jobs, (
-                f"{job.key} was given again to {actor.name}, which holds it"
-            )
-            actor.jobs[job.key] = job
-            actor.time.stage(job.key, "generating")
-            job.done = job.scored = self.now + max(lengths) / scenario.tokens_per_s
-            self.later(
-                job.done - self.now, self.verify if scenario.verify_s else self.finish, actor, job
-            )
-        if (
-            tickets
-            and self.chance(scenario.hang)
-            and sum(other.alive and not other.hung for other in self.actors.values()) > 1
-        ):
-            actor.hung = True
-            self.seen["hang"] += 1
+                self.later(self.between(0.0, 2.0), self.producers.put_too_late, actor, job)
 
     @property
     def reports(self) -> bool:
@@ -340,24 +226,6 @@ class Simulation:
         that is dead.
         """
         return not self.journaled
-
-    def report(self, actor: Actor) -> ActorReport:
-        """What its engine sampled by now."""
-        under_way = [
-            min(length, int((self.now - job.started) * self.scenario.tokens_per_s))
-            for job in actor.jobs.values()
-            for length in job.lengths
-        ]
-        self.told[actor.name] = actor.ended + sum(under_way)
-        return ActorReport(TokenTotals(sampled=self.told[actor.name]))
-
-    def brings(self, actor: Actor, job: Job, *, missing: int = 0) -> None:
-        """The queue hears of the tokens of this attempt: they count once. missing: responses that
-        are not among them.
-        """
-        if job.key not in self.accounted:
-            self.accounted.add(job.key)
-            self.arrived[actor.name] += sum(job.lengths[missing:])
 
     def check_tokens(self) -> None:
         """Every token is in one place, and their sum is what engines sampled, as far as anybody
@@ -370,7 +238,8 @@ class Simulation:
         stale = sum(count for lag, count in lags.items() if lag > bound)
         found = {place: self.metrics[f"goodput/{place}"] for place in (*PLACES, "generated")}
         expected = sum(
-            max(self.told[name], self.arrived[name]) for name in {*self.told, *self.arrived}
+            max(self.producers.told[name], self.producers.arrived[name])
+            for name in {*self.producers.told, *self.producers.arrived}
         )
         assert found["generated"] == sum(found[place] for place in PLACES) == expected, (
             f"{expected} tokens were sampled: {found}"
@@ -379,105 +248,10 @@ class Simulation:
             f"{lags.total() - stale} and {stale}: {found}"
         )
 
-    async def declare_dead(self, actor: Actor) -> None:
-        self.witness.taken_away.update(actor.jobs)
-        held = (await self.queue.held()).get(actor.name, [])
-        self.witness.taken_away.update(held)
-        self.seen["forfeited"] += len(held)
-        await self.queue.forfeit(actor.name)
-        del self.actors[actor.name]
-        self.start_actor(self.between(0.0, 1.0))
-
-    async def verify(self, actor: Actor, job: Job) -> None:
-        """Its responses wait for verifiers, one after the other."""
-        actor.time.stage(job.key, "verifying")
-        for _ in job.lengths:
-            job.scored = max(heapq.heappop(actor.free_at), self.now) + self.scenario.verify_s
-            heapq.heappush(actor.free_at, job.scored)
-        self.later(job.scored - self.now, self.finish, actor, job)
-
-    async def finish(self, actor: Actor, job: Job) -> None:
-        """The group is complete. A dead actor's last frame may still arrive."""
-        scenario, witness = self.scenario, self.witness
-        if actor.hung or (not actor.alive and self.chance(0.5)):
-            return
-        self.seen["last_frame"] += not actor.alive
-        rejected = self.chance(scenario.reject)
-        if self.chance(scenario.fail):
-            self.seen["fail"] += 1
-            await self.queue.fail(actor.name, [job.ticket], "timeout", [sum(job.lengths)])
-            self.brings(actor, job)
-            witness.taken_away.add(job.key)
-            if self.chance(0.75):
-                self.drop(actor, job)
-                return
-        elif self.chance(scenario.invalid):
-            await self.put_invalid(actor, job)
-            self.drop(actor, job)
-            return
-        frame = job.frame(scenario, actor.name, rejected=rejected)
-        (verdict,) = await self.queue.put(actor.name, [frame])
-        self.brings(actor, job)
-        witness.answered(job, verdict.status, frame=frame, rejected=rejected, now=self.now)
-        if self.chance(scenario.lost_ack):
-            self.later(
-                self.between(0.0, 2.0),
-                self.put_again,
-                actor,
-                job,
-                frame,
-                verdict.status,
-                self.opened,
-            )
-        else:
-            self.drop(actor, job)
-
-    async def put_again(
-        self, actor: Actor, job: Job, frame: bytes, first: str, opened: int
-    ) -> None:
-        """The answer was lost: until there is one, the actor holds the group and repeats the
-        call.
-        """
-        (verdict,) = await self.queue.put(actor.name, [frame])
-        forgotten = (
-            job.key in self.witness.expired or self.opened > opened
-        )  # a new process of the queue forgets what is done with
-        expected = (
-            ("late",) if first == "late" else ("duplicate", "late") if forgotten else ("duplicate",)
-        )
-        assert verdict.status in expected, f"{job.key} was {first} and is {verdict.status}"
-        self.seen["lost_ack"] += 1
-        self.drop(actor, job)
-
-    async def put_invalid(self, actor: Actor, job: Job) -> None:
-        """A frame that cannot be read tells no ticket: it is issued again when the actor does not
-        hold it any more.
-        """
-        kind = self.random.choice(["short", "unreadable", "future"])
-        frame = job.frame(
-            self.scenario, actor.name, short=kind == "short", future=1_000_000 * (kind == "future")
-        )
-        (verdict,) = await self.queue.put(
-            actor.name, [frame[:-3] if kind == "unreadable" else frame]
-        )
-        assert verdict.status in ("invalid", "late" if kind != "unreadable" else ""), (
-            f"{job.key}, {kind}: {verdict}"
-        )
-        if kind != "unreadable":
-            self.brings(actor, job, missing=kind == "short")
-        self.seen["invalid"] += verdict.status == "invalid"
-        if kind != "unreadable":
-            self.witness.taken_away.add(job.key)
-
-    def drop(self, actor: Actor, job: Job) -> None:
-        del actor.jobs[job.key]
-        actor.time.stage(job.key, None)
-        actor.ended += sum(job.lengths)
-        self.poll_soon(actor, 0.0)
-
     # ---- learner ----
 
     async def ask(self) -> None:
+        """Ask for the next batch, and begin to train it."""
         try:
             batch = await self.queue.get_batch(self.step + 1)
         except NoSignal as error:
@@ -508,17 +282,21 @@ class Simulation:
         ), f"{lags}: {metrics}"
         self.waiting, self.progress_at = False, self.now
         self.time.switch("working")
-        self.taken = durations(batch)
+        lengths = [row.length for group in batch.groups for row in group.episodes_to_train]
+        self.taken = durations(batch) | {"rollout/response_length": sum(lengths) / len(lengths)}
         limit = int(metrics["replay/limit"])
         self.steps.append(Step(batch.step, tuple(ids), lags, self.asked, self.now, self.now, limit))
         self.newest = batch.step
         first, factor = self.scenario.slower
-        slower = factor if batch.step >= first else 1.0
-        self.later(self.scenario.learner_s * slower * self.between(0.5, 1.5), self.end_step)
+        takes = self.scenario.learner_s * (factor if batch.step >= first else 1.0)
+        takes *= self.scenario.contention if self.producers.generating else 1.0
+        noise = self.scenario.noise
+        self.later(takes * self.between(1 - noise, 1 + noise), self.end_step)
         if self.restart_at and self.restart_at[0] == batch.step - 1:
             self.later(self.between(0.0, self.scenario.learner_s), self.restart)
 
     async def end_step(self) -> None:
+        """End a learner step, and publish."""
         if (
             self.publishing and (self.step + 1) % self.scenario.publish_every == 0
         ):  # the last publication is still on its way
@@ -545,10 +323,10 @@ class Simulation:
         self.time.switch("starved" if self.waiting else "publishing")
 
     async def line(self) -> dict[str, float]:
-        """The metrics of a step as far as a verdict looks at them."""
+        """Return the metrics of a step as far as a verdict looks at them."""
         spent = [
             dict(actor.time.report(Counter(), Counter(), errors={}).seconds)
-            for actor in self.actors.values()
+            for actor in self.producers.actors.values()
         ]
         engine = {
             f"time/engine/{cause}": sum(one[cause] for one in spent) / len(spent)
@@ -562,14 +340,15 @@ class Simulation:
             | engine
             | learner
             | self.taken
-            | {"cluster/rollout_actors": float(len(self.actors))}
+            | {"cluster/rollout_actors": float(len(self.producers.actors))}
         )
 
     def publish(self) -> None:
+        """Send the weights to every engine."""
         self.publishing = True
         scenario = self.scenario
-        for actor in self.actors.values():
-            self.later(self.between(0.0, scenario.publish_s), self.serve, actor, self.step)
+        for actor in self.producers.actors.values():
+            self.later(self.between(0.0, scenario.publish_s), self.producers.take, actor, self.step)
         self.later(
             scenario.publish_s + self.between(0.0, scenario.late_live_s),
             self.acknowledge,
@@ -583,9 +362,9 @@ class Simulation:
         if self.chance(self.scenario.lost_ack):
             await self.queue.live(version)
         self.witness.live = version
-        for actor in self.actors.values():
-            await self.serve(actor, version)
-            self.poll_soon(actor, self.between(0.0, 0.05))
+        for actor in self.producers.actors.values():
+            self.producers.serve(actor, version)
+            self.producers.poll_soon(actor, self.between(0.0, 0.05))
         if not self.waiting and not self.scenario.overlap and self.newest == self.step:
             self.waiting, self.asked = True, self.now
             self.time.switch("starved")

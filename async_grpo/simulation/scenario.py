@@ -1,8 +1,6 @@
-"""A schedule for the simulator of the replay queue, the groups it makes, and what a simulated run
-came to.
+"""A schedule for the simulator of a run, the groups it makes, and what a simulated run came to.
 
-Runs in: tests and `benchmarks.simulation`. Hides how long responses are, and what a figure is the
-share of.
+Runs in: simulations. Hides how long responses are, and what a figure is the share of.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.observe.bottleneck import ThroughputModel
-from async_grpo.replay.rules import QueueSettings
+from async_grpo.replay.rules import OnStale, QueueSettings
+from async_grpo.simulation.engine import Speed
 from async_grpo.wire.codec import encode_group
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
@@ -31,16 +31,18 @@ squares add up to 1.
 PATIENCE = 60.0
 """A run is stuck after this many times its longest delay without a learner step."""
 
+UNSHARED = Speed.alone(4.0)
+
 
 @dataclass(frozen=True)
 class Scenario:
-    """A schedule in plain numbers; times in virtual seconds, hazards as chances of what they
+    """A schedule in plain numbers; times in invented seconds, hazards as chances of what they
     name.
     """
 
     seed: int = 0
     order: str = "oldest"
-    on_stale: str = "wait"
+    on_stale: OnStale = "wait"
     max_staleness: int = 1
     outstanding: int | None = None
     """Groups that may hold a slot; None: as many as the learner needs."""
@@ -60,20 +62,37 @@ class Scenario:
     """Of a response, before it is cut at `longest` times this."""
     spread: float = 1.0
     longest: float = 8.0
-    tokens_per_s: float = 4.0
+    seen: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the responses of groups that were measured, instead: of one of them each."""
+    speed: Speed = UNSHARED
+    """Of an engine."""
+    prompt_tokens: float = 0.0
+    turns: tuple[int, int] = (1, 1)
+    """Fewest and most turns of an episode, which divide its tokens evenly."""
+    environment_s: float = 0.0
+    """What an environment takes between two turns (+- 50 %)."""
 
     actors: int = 2
-    slots: int = 4
-    """Groups that an actor produces at the same time."""
+    places: int = 8
+    """Responses that an engine generates at the same time."""
     verify_s: float = 0.0
     verifiers: int = 1
     """Of each actor; one response at a time takes `verify_s`."""
     poll_s: float = 1.0
     learner_s: float = 1.0
+    """What a learner step takes (+- `noise`)."""
+    noise: float = 0.5
+    contention: float = 1.0
+    """How much longer a learner step takes that begins while engines generate."""
     slower: tuple[int, float] = (0, 1.0)
     """From this step on, learner steps take this many times as long."""
     publish_every: int = 1
     publish_s: float = 0.5
+    """Until the last engine has the weights."""
+    pause_s: float = 0.0
+    """How long an engine stands still for them, besides computing its contexts again."""
+    call_s: float = 0.0
+    """What a call of an actor takes in the queue's process."""
     late_live_s: float = 0.0
     """How much later than the last engine the queue hears of a publication, at most."""
     measured: bool = False
@@ -99,7 +118,7 @@ class Scenario:
     lost_steps: int = 0
 
     def settings(self, trained_steps: int) -> QueueSettings:
-        """The queue's settings for a start after `trained_steps`."""
+        """Return the queue's settings for a start after `trained_steps`."""
         return QueueSettings(
             rollout_batch_size=self.rollout_batch_size,
             max_staleness=self.max_staleness,
@@ -122,18 +141,20 @@ class Scenario:
         )
 
     def problem(self, group_id: int) -> int:
-        """Each problem once per epoch, in another order each time."""
+        """Pose each problem once per epoch, in another order each time."""
         epoch, place = divmod(group_id, self.problems)
         return random.Random(hash((self.seed, epoch))).sample(range(self.problems), self.problems)[
             place
         ]
 
     def lengths(self, group_id: int, attempt: int) -> list[int]:
-        """Tokens of the group's responses: lognormal, with the prompt's part common to all
-        responses and attempts.
+        """Tokens of the group's responses: of a measured one, or lognormal, with the prompt's part
+        common to all responses and attempts.
         """
-        prompt = random.Random(hash((self.seed, group_id))).gauss(0.0, PROMPT_SHARE * self.spread)
         own = random.Random(hash((self.seed, group_id, attempt)))
+        if self.seen:
+            return list(own.choice(self.seen))
+        prompt = random.Random(hash((self.seed, group_id))).gauss(0.0, PROMPT_SHARE * self.spread)
         sigma, middle = (
             math.sqrt(1 - PROMPT_SHARE**2) * self.spread,
             math.log(self.mean_tokens) - self.spread**2 / 2,
@@ -141,29 +162,39 @@ class Scenario:
         most = self.longest * self.mean_tokens
         return [
             max(1, round(min(most, math.exp(middle + prompt + own.gauss(0.0, sigma)))))
-            for _ in range(self.group_size + self.baseline)
+            for _ in range(self.responses)
         ]
 
-    def duration_s(self, group_id: int, attempt: int = 1) -> float:
-        """A group takes as long as its longest response."""
-        return max(self.lengths(group_id, attempt)) / self.tokens_per_s
+    def number_of_turns(self, group_id: int, attempt: int, index: int) -> int:
+        """Return the number of turns of an episode."""
+        if self.turns == (1, 1):
+            return 1
+        return random.Random(hash((self.seed, group_id, attempt, index))).randint(*self.turns)
+
+    @property
+    def responses(self) -> int:
+        """Responses of a group, the baseline's too."""
+        return self.group_size + self.baseline
+
+    def length(self, group_id: int) -> int:
+        """Tokens of the longest response of a group's first attempt."""
+        return max(self.lengths(group_id, 1))
 
     def setup(self) -> ThroughputModel:
-        """What a verdict needs to know of it; the learner counts as one rank."""
+        """Return what a verdict needs to know of it; the learner counts as one rank."""
         return ThroughputModel(
             batch=self.rollout_batch_size,
             max_staleness=self.max_staleness,
             every_steps=self.publish_every,
             ranks=1,
             workers=self.verifiers,
-            responses=self.group_size,
-            places=self.slots,
+            responses=self.responses,
+            places=self.places / self.responses,
             outstanding=self.outstanding,
-            whole=True,
         )
 
     def advised(self, advice: Mapping[str, int]) -> Scenario:
-        """The same with these settings; more learner ranks divide the time of a step."""
+        """Return the same with these settings; more learner ranks divide the time of a step."""
         names = {
             "weight_sync.every_steps": "publish_every",
             "replay.max_staleness": "max_staleness",
@@ -171,15 +202,24 @@ class Scenario:
             "task.verifier.workers": "verifiers",
             "replay.outstanding": "outstanding",
         }
-        changes = {names[name]: value for name, value in advice.items() if name != "learner.ranks"}
+        changes: dict[str, Any] = {
+            names[name]: value for name, value in advice.items() if name != "learner.ranks"
+        }
         return replace(self, learner_s=self.learner_s / advice.get("learner.ranks", 1), **changes)
 
     @property
+    def longest_s(self) -> float:
+        """What the longest response takes in a full engine, with its environments."""
+        tokens = max(map(max, self.seen)) if self.seen else self.longest * self.mean_tokens
+        between = 1.5 * self.environment_s * (self.turns[1] - 1)
+        return tokens / self.speed.each(self.places) + between
+
+    @property
     def patience_s(self) -> float:
-        """Without a learner step for this long, a run is stuck."""
+        """Return after how many seconds without a learner step a run is stuck."""
         delays = (
-            self.longest * self.mean_tokens / self.tokens_per_s
-            + self.learner_s
+            self.longest_s
+            + self.learner_s * self.contention
             + self.publish_s
             + self.late_live_s
             + self.poll_s
@@ -187,31 +227,59 @@ class Scenario:
         return PATIENCE * (delays + self.max_attempts * (self.ticket_timeout_s or 0.0))
 
 
-@dataclass(slots=True)
-class Job:
-    """A group being generated: (version, first token) of every version that the engine served
-    meanwhile.
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """A response of a group: tokens of each of its turns, how many it has of those that ended, and
+    the versions that sampled it: (version, first token).
     """
+
+    turns: list[float]
+    had: float = 0.0
+    turn: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of all turns."""
+        return round(sum(self.turns))
+
+    def served(self, version: int, tokens: float) -> None:
+        """Note that the engine goes on with this version, after so many tokens."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, int(tokens)))
+
+    def spans(self) -> list[VersionSpan]:
+        """Return the version spans of the whole response."""
+        ends = [start for _, start in self.versions[1:]] + [self.length]
+        cut = [
+            VersionSpan(version, start, min(end, self.length))
+            for (version, start), end in zip(self.versions, ends, strict=True)
+        ]
+        return [span for span in cut if span.start < span.end]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A group under way. `left`: responses that have not ended."""
 
     ticket: GroupTicket
     started: float
-    lengths: list[int]
-    switches: list[tuple[int, int]]
+    rollouts: list[Rollout]
+    left: int
+    begun: float = math.inf
+    """When its first response began."""
     done: float = 0.0
     scored: float = 0.0
 
     @property
     def key(self) -> tuple[int, int]:
+        """Return (group id, attempt)."""
         return self.ticket.group_id, self.ticket.attempt
 
-    def spans(self, length: int) -> list[VersionSpan]:
-        """The version spans of a response of this length."""
-        ends = [start for _, start in self.switches[1:]] + [length]
-        cut = [
-            (version, start, min(end, length))
-            for (version, start), end in zip(self.switches, ends, strict=True)
-        ]
-        return [VersionSpan(*span) for span in cut if span[1] < span[2]]
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(one.length for one in self.rollouts)
 
     def frame(
         self,
@@ -222,17 +290,16 @@ class Job:
         short: bool = False,
         future: int = 0,
     ) -> bytes:
-        """The group as it is sent. `rejected`: all are right. `short`: one response is missing.
-        `future`: versions are newer by this.
+        """Return the group as it is sent. `rejected`: all are right. `short`: one response is
+        missing. `future`: versions are newer by this.
         """
         rows = []
-        for index, length in enumerate(self.lengths[short:]):
-            value = 1.0 if rejected else float(index % 2)
+        for index, one in enumerate(self.rollouts[short:]):
+            value, length = 1.0 if rejected else float(index % 2), one.length
             spans = [
-                replace(span, policy_version=span.policy_version + future)
-                for span in self.spans(length)
+                replace(span, policy_version=span.policy_version + future) for span in one.spans()
             ]
-            role = (
+            role: Literal["train", "baseline"] = (
                 "baseline"
                 if scenario.baseline and index == scenario.group_size - short
                 else "train"
@@ -244,7 +311,7 @@ class Job:
             )
         times = {
             "queued": self.started,
-            "first_token": self.started,
+            "first_token": min(self.begun, self.done),
             "done": self.done,
             "scored": self.scored,
         }
@@ -294,21 +361,25 @@ class Result:
 
     @property
     def trained(self) -> list[int]:
+        """Ids of the trained groups, step by step."""
         return [group_id for step in self.steps for group_id in step.group_ids]
 
     def figures(self, *, skip: int = 0) -> dict[str, float]:
-        """Shares and lags over all steps but the first and the last `skip`."""
+        """Compute shares and lags over all steps but the first and the last `skip`. groups_per_s:
+        trained ones.
+        """
         steps, bound = self.steps[skip : len(self.steps) - skip], self.scenario.max_staleness
         lags: Counter[int] = sum((step.lags for step in steps), Counter())
         weighted = {lag: count for lag, count in lags.items() if lag <= bound}
-        ids = sorted(
-            self.seen_ids, key=lambda group_id: (self.scenario.duration_s(group_id), group_id)
-        )
+        ids = sorted(self.seen_ids, key=lambda group_id: (self.scenario.length(group_id), group_id))
         slowest = set(ids[-math.ceil(len(ids) / 10) :])
         trained = [group_id for step in steps for group_id in step.group_ids]
         return {
             "idle": sum(step.taken - step.asked for step in steps)
             / (steps[-1].ended - steps[0].asked),
+            "groups_per_s": self.scenario.rollout_batch_size
+            * (len(steps) - 1)
+            / (steps[-1].taken - steps[0].taken),
             "lag_mean": sum(lag * count for lag, count in weighted.items())
             / sum(weighted.values()),
             "lag_max": float(max(weighted)),
@@ -319,5 +390,5 @@ class Result:
 
     @property
     def seen_ids(self) -> range:
-        """Ids issued, the skipped ones included."""
+        """Return the ids issued, the skipped ones included."""
         return range(sum(self.counts[state] for state in STATES))

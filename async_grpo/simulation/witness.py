@@ -1,7 +1,7 @@
 """What a simulated run knows by itself of tickets, results and batches: the queue is checked
 against it.
 
-Runs in: tests and `benchmarks.simulation`. Hides the rules of the queue, written down a second time
+Runs in: simulations. Hides the rules of the queue, written down a second time
 and more simply than the queue has them. Every check raises AssertionError.
 """
 
@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_grpo.groups import Batch, GroupTicket
-from benchmarks.scenario import STATES, Job, Scenario
+from async_grpo.simulation.scenario import STATES, Job, Scenario
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Completed:
     """A completed group, the `completed`-th of the run: its tokens to train by version, and the
     oldest version of all (the baseline's too).
     """
@@ -39,8 +39,8 @@ class Witness:
         """The latest ticket of every id, whose it is, and since when."""
         self.taken_away: set[tuple[int, int]] = set()
         self.expired: set[tuple[int, int]] = set()
-        self.ready: dict[int, Ready] = {}
-        self.done: dict[tuple[int, int], Ready] = {}
+        self.ready: dict[int, Completed] = {}
+        self.done: dict[tuple[int, int], Completed] = {}
         self.trained: dict[int, int] = {}
         self.retired: set[int] = set()
         self.next_id = 0
@@ -80,7 +80,7 @@ class Witness:
             self.seen["skipped"] += 1
 
     def answered(self, job: Job, status: str, *, frame: bytes, rejected: bool, now: float) -> None:
-        """The verdict on a well-formed group that was put for the first time."""
+        """Check the verdict on a well-formed group that was put for the first time."""
         latest, _, since = self.tickets[job.ticket.group_id]
         timeout = self.scenario.ticket_timeout_s
         overdue = timeout is not None and (latest != job.ticket or now - since > timeout)
@@ -98,16 +98,16 @@ class Witness:
         if rejected:
             return
         rows = [
-            Counter({span.policy_version: span.end - span.start for span in job.spans(length)})
-            for length in job.lengths
+            Counter({span.policy_version: span.end - span.start for span in one.spans()})
+            for one in job.rollouts
         ]
         self.seen["spans"] += any(len(row) > 1 for row in rows)
         versions, oldest = sum(rows[: self.scenario.group_size], Counter()), min(map(min, rows))
-        self.ready[job.key[0]] = self.done[job.key] = Ready(
+        self.ready[job.key[0]] = self.done[job.key] = Completed(
             job.key, job.ticket.policy_version, len(self.done), frame, versions, oldest
         )
 
-    def order_key(self, group: Ready) -> tuple[int, ...]:
+    def order_key(self, group: Completed) -> tuple[int, ...]:
         """Whatever died meanwhile, `ready` is the order of completion."""
         keys = {
             "oldest": (group.policy_version, *group.key),
@@ -117,7 +117,7 @@ class Witness:
         return keys[self.scenario.order]
 
     def age(self, step: int) -> None:
-        """Groups that are too old for `step` expire when it is asked for."""
+        """Let groups expire that are too old for `step`, when it is asked for."""
         mode, oldest = self.scenario.on_stale, step - 1 - self.scenario.max_staleness
         for group in list(self.ready.values()):
             if (
@@ -129,6 +129,7 @@ class Witness:
                 self.seen["expired"] += 1
 
     def no_batch(self, step: int) -> None:
+        """Check that there was a reason to wait."""
         self.age(step)
         if self.scenario.on_stale != "wait":
             assert len(self.ready) < self.scenario.rollout_batch_size, (
@@ -136,8 +137,8 @@ class Witness:
             )
 
     def batch(self, batch: Batch, frames: list[bytes]) -> Counter[int]:
-        """The batch is the first R of the order, once each, with the bytes that were put. Returns
-        the tokens by lag.
+        """Check that the batch is the first R of the order, once each, with the bytes that were
+        put. Returns the tokens by lag.
         """
         size, bound = self.scenario.rollout_batch_size, self.scenario.max_staleness
         self.age(batch.step)
@@ -183,7 +184,7 @@ class Witness:
         )
 
     def restart(self, step: int, open_ids: dict[int, str]) -> None:
-        """The run starts again after `step` steps, and these ids are open. What the lost steps
+        """Start the run again after `step` steps, while these ids are open. What the lost steps
         trained must be among them.
         """
         lost = {group_id for group_id, at in self.trained.items() if at > step}
