@@ -86,6 +86,8 @@ class SharedEngine:
     waiting: deque[Response] = field(default_factory=deque)
     sampled: float = 0.0
     """Tokens, so far."""
+    busy_s: float = 0.0
+    """Seconds with a response, so far."""
     _ends: list[tuple[float, int, Response]] = field(default_factory=list)
     _serial: int = 0
 
@@ -94,6 +96,7 @@ class SharedEngine:
         passed = max(now - self.now, 0.0)
         stopped = min(passed, self.stopped_s)
         self.now, self.stopped_s = now, self.stopped_s - stopped
+        self.busy_s += passed if self.running else 0.0
         if self.running and passed > stopped:
             more = (passed - stopped) * self.speed.each(len(self.running))
             self.progress += more

@@ -60,10 +60,16 @@ class Producers:
         self._serial = 0
         self._queue_free_at = 0.0
 
-    @property
-    def generating(self) -> bool:
-        """Whether any engine generates."""
-        return any(actor.engine.running for actor in self.actors.values())
+    def busy(self) -> tuple[float, float]:
+        """Return how many seconds engines have generated, on average, and which share of them
+        generates now.
+        """
+        engines = [actor.engine for actor in self.actors.values()]
+        for engine in engines:
+            engine.advance(self._run.now)
+        count = max(len(engines), 1)
+        generating = sum(bool(engine.running) for engine in engines)
+        return sum(engine.busy_s for engine in engines) / count, generating / count
 
     # ---- actors ----
 

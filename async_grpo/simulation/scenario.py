@@ -83,7 +83,7 @@ class Scenario:
     """What a learner step takes (+- `noise`)."""
     noise: float = 0.5
     contention: float = 1.0
-    """How much longer a learner step takes that begins while engines generate."""
+    """How much longer learner steps take while engines generate."""
     slower: tuple[int, float] = (0, 1.0)
     """From this step on, learner steps take this many times as long."""
     publish_every: int = 1

@@ -289,11 +289,24 @@ class Simulation:
         self.newest = batch.step
         first, factor = self.scenario.slower
         takes = self.scenario.learner_s * (factor if batch.step >= first else 1.0)
-        takes *= self.scenario.contention if self.producers.generating else 1.0
         noise = self.scenario.noise
-        self.later(takes * self.between(1 - noise, 1 + noise), self.end_step)
+        takes *= self.between(1 - noise, 1 + noise)
+        if self.scenario.contention == 1:
+            self.later(takes, self.end_step)
+        else:
+            self.later(takes, self._work_on, takes, self.now, self.producers.busy()[0])
         if self.restart_at and self.restart_at[0] == batch.step - 1:
             self.later(self.between(0.0, self.scenario.learner_s), self.restart)
+
+    async def _work_on(self, left: float, since: float, busy_since: float) -> None:
+        """Go on with a step that was slower while engines generated. left: seconds of it, alone."""
+        busy, share = self.producers.busy()
+        lost = 1 - 1 / self.scenario.contention
+        left -= self.now - since - max(busy - busy_since, 0.0) * lost
+        if left <= 1e-3 * self.scenario.learner_s:
+            await self.end_step()
+        else:
+            self.later(left / (1 - share * lost), self._work_on, left, self.now, busy)
 
     async def end_step(self) -> None:
         """End a learner step, and publish."""
