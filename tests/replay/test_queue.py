@@ -847,12 +847,8 @@ async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement
 def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:
     """A run without filter that retires problems at a pass rate of one half."""
     problem = partial(problem_index, 7, "data", n=problems)
-    return replace(
-        queue_settings(
-            retire_at=0.5, problem=problem, problems=problems, filter=None, total_steps=50
-        ),
-        **changes,
-    )
+    retires = {"retire_at": 0.5, "problem": problem, "problems": problems}
+    return queue_settings(**{"filter": None, "total_steps": 50} | retires | changes)
 
 
 async def test_a_retired_problem_is_not_posed_again() -> None:

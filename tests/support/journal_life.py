@@ -54,7 +54,8 @@ def queue_settings(**changes: object) -> QueueSettings:
         shaping=Shaping({"correct": 1.0}, 64),
         filter=FilterRule(),
     )
-    return replace(base, **changes)
+    settings = replace(base, **changes)
+    return replace(settings, outstanding=settings.capacity)
 
 
 def journal_in(directory: Path | str, start: str = "first", **changes: object) -> JournalSettings:

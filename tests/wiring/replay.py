@@ -113,7 +113,7 @@ WIRES = [
     _queue("rollout.group_timeout_s", 30.0),
     _queue("replay.max_staleness", 2),
     _queue("replay.order", "fifo"),
-    _queue("replay.outstanding", 3),
+    _queue("replay.outstanding", 5),
     _queue("replay.on_stale", "mask"),
     _queue("replay.max_attempts", 1),
     _queue("algorithm.mask_truncated", True),
