@@ -4,19 +4,21 @@ learner.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.config.schema import TaskConfig
-from benchmarks import widening
 from benchmarks.sorting import Sorting
 from benchmarks.staleness import (
     ARMS,
@@ -38,6 +40,15 @@ ROOT = Path(__file__).resolve().parents[2]
 RATE = FULL.rates[1]
 WORDS = {arm: text for arm, (text, _) in ARMS.items()}
 PLACES = {name: text for name, (text, _, _) in SETTINGS.items()}
+
+
+@pytest.fixture(autouse=True)
+def only_here() -> Iterator[None]:
+    """Leave no loss of a benchmark to other tests."""
+    yield
+    sys.modules.pop("benchmarks.widening", None)
+    for known in (POLICY_LOSSES._traits, POLICY_LOSSES._functions):
+        known.pop("widening", None)
 
 
 def row(
@@ -176,6 +187,7 @@ def test_every_loss_is_a_valid_configuration_with_its_lag(arm, tmp_path) -> None
 
 def test_an_interval_that_widens() -> None:
     """A ratio of 1.5 is beyond 1.28 at lag 0, within 1 + 0.28 * 3 at lag 16."""
+    widening = importlib.import_module("benchmarks.widening")
     lags = torch.tensor([[0, 16, 64]])
     logprobs = torch.full((1, 3), math.log(1.5), requires_grad=True)
     loss, found = policy_loss(
