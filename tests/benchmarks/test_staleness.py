@@ -10,13 +10,11 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.config.schema import TaskConfig
 from benchmarks.sorting import Sorting
@@ -40,15 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RATE = FULL.rates[1]
 WORDS = {arm: text for arm, (text, _) in ARMS.items()}
 PLACES = {name: text for name, (text, _, _) in SETTINGS.items()}
-
-
-@pytest.fixture(autouse=True)
-def only_here() -> Iterator[None]:
-    """Leave no loss of a benchmark to other tests."""
-    yield
-    sys.modules.pop("benchmarks.widening", None)
-    for known in (POLICY_LOSSES._traits, POLICY_LOSSES._functions):
-        known.pop("widening", None)
 
 
 def row(
