@@ -155,6 +155,8 @@ class Loop:
         """What a step is doing, for messages."""
         self.latest: dict[str, float] = {}
         """Metrics of the last step."""
+        self.lengths: list[tuple[int, ...]] = []
+        """Response lengths of the last step, by group."""
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -276,6 +278,7 @@ class Loop:
         return waited
 
     async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
+        self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
         plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
         kl_sums = await self._learner.begin(plans)
         values, metrics = self._row_math.values(batch, kl_sums)

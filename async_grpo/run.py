@@ -38,6 +38,7 @@ from async_grpo.errors import (
     StopRequested,
 )
 from async_grpo.observe.console.console import Console
+from async_grpo.plan.forecast import compared
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.text import counted, duration, without_colours
 from async_grpo.runtime.time_ledger import LearnerTime
@@ -363,6 +364,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows += goodput(trainer.system.loop.latest, scope=_scope(trainer, "whole run"))
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
+    if errors := trainer.forecast.errors():
+        rows.append(("predicted", compared(errors, trainer.forecast.source)))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
 
 

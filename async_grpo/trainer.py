@@ -42,6 +42,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
+from async_grpo.plan.forecast import Forecast, describe
 from async_grpo.preflight.devices import check_device, look_at_gpus
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
@@ -96,6 +97,8 @@ class Trainer:
         self._started = False
         self._stop_requested = Stop()
         self._verdicts: BottleneckWatch | None = None
+        self.forecast: Forecast | None = None
+        """What the run is expected to come to; None before it is started."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="async_grpo-loop", daemon=True
@@ -174,13 +177,25 @@ class Trainer:
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         self.console.info(*tracker.ready(check=self._stop_requested.check))
-        system = self.system
-        model = ThroughputModel.of(
-            self.config, max_num_seqs=system.max_num_seqs, cores=system.cores
-        )
-        self._verdicts = BottleneckWatch(model, agree=AGREE)
+        self._watch_speed()
         self._started = True
         self._tell_origin(origin)
+
+    def _watch_speed(self) -> None:
+        """Say what to expect, and look at who limits the run from now on."""
+        system, config = self.system, self.config
+        forecast = self.forecast = Forecast(
+            config,
+            run_dir=self.run_dir,
+            max_num_seqs=system.max_num_seqs,
+            actors=len(system.actors.alive()),
+            cores=system.cores,
+            error=self.console.error,
+        )
+        if forecast.predicted is not None:
+            self.console.info(f"expected, from {forecast.source}: {describe(forecast.predicted)}")
+        model = ThroughputModel.of(config, max_num_seqs=system.max_num_seqs, cores=system.cores)
+        self._verdicts = BottleneckWatch(model, agree=AGREE, gain=forecast.gain)
 
     def _refuse_second_start(self) -> None:
         """Raise RunError where this trainer has joined or started Ray before."""
@@ -293,6 +308,9 @@ class Trainer:
             except StopRequested:  # it was waiting for groups
                 break
             self._log.saver.check()
+            predicted = self.forecast.observe(metrics, system.loop.lengths)
+            if predicted:
+                self._log.logged(self.steps_done, predicted)
             if (verdict := verdicts.observe(metrics)) is not None:
                 self.console.verdict(kind=verdict.kind, text=verdict.text)
             if self._due(self.config.checkpoint.every_steps, before):
@@ -452,6 +470,9 @@ class Trainer:
         self._log.gauges = None
         if tracker is None:
             return
+        if self.forecast is not None:
+            self.forecast.write()
+            tracker.log(self._log.newest_step, self.forecast.errors())
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience
         self.console.stopped(status) if ending is None else self.console.end(*ending)
         if report:

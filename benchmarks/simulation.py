@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from async_grpo.simulation.engine import Speed
+from async_grpo.plan.engine import Speed
 from async_grpo.simulation.scenario import PROMPT_SHARE, Scenario
 from async_grpo.simulation.simulator import simulate
 from benchmarks.tables import write_docs

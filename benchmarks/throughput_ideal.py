@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from async_grpo.config.schema import Config
+from async_grpo.plan.engine import Speed
 from async_grpo.rollout.engine_arguments import CPU_MAX_NUM_SEQS
-from async_grpo.simulation.engine import Speed
 from async_grpo.simulation.scenario import Scenario
 from async_grpo.simulation.simulator import simulate
 

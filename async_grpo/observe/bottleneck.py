@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from async_grpo.config.schema import Config
@@ -50,6 +50,10 @@ Kind = Literal[
     "slots",
     "tail",
 ]
+Gain = Callable[[Mapping[str, float]], float | None]
+"""Settings by their dotted names (`learner.ranks`: how many times as many) -> the factor by which
+throughput changes, None where it is not known: `plan.forecast`.
+"""
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
 """Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""
 IDLE = 0.20
@@ -193,9 +197,18 @@ def _rest(share: float) -> float:
     return max(1.0 - share, 1e-3)
 
 
-def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
-    """Find the bottleneck of an interval."""
+def diagnose(setup: ThroughputModel, seen: Interval, gain: Gain | None = None) -> Bottleneck:
+    """Find the bottleneck of an interval. gain: what settings would bring; without it, or where it
+    knows nothing, the rates of the interval tell.
+    """
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
+    if found is not None and found.advice and gain is not None:
+        advice: dict[str, float] = dict(found.advice)
+        if "learner.ranks" in advice:
+            advice["learner.ranks"] /= setup.ranks
+        factor = gain(advice)
+        if factor is not None:
+            found = replace(found, predicted_gain=seen.rate * (factor - 1))
     if found is not None and (found.kind == "unclear" or found.predicted_gain >= WORTH * seen.rate):
         return found
     idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
@@ -412,9 +425,13 @@ class BottleneckWatch:
         agree: int = 1,
         min_steps: int = MIN_STEPS,
         min_s: float = MIN_S,
+        gain: Gain | None = None,
     ) -> None:
-        """agree: intervals in a row that must name the same limit. min_steps, min_s: of each."""
+        """agree: intervals in a row that must name the same limit. min_steps, min_s: of each.
+        gain: see `diagnose`.
+        """
         self._setup, self._agree = setup, agree
+        self._gain = gain
         self._min_steps, self._min_s = min_steps, min_s
         self._first: Mapping[str, float] | None = None
         self._sums: Counter[str] = Counter()
@@ -472,7 +489,7 @@ class BottleneckWatch:
         means = {name: sums[name] / steps for name in RATES}
         batch = self._setup.batch
         seen = Interval.between(first, last, means, steps=steps, batch=batch)
-        return diagnose(self._setup, seen)
+        return diagnose(self._setup, seen, self._gain)
 
     def _begin(self, metrics: Mapping[str, float]) -> None:
         self._first, self._sums = dict(metrics), Counter()

@@ -6,6 +6,7 @@ finds wrong is what a run would refuse, and comes last; what it warns of, a run 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,10 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
+from async_grpo.plan.advice import one_change, predict, said
+from async_grpo.plan.forecast import describe as describe_speed
+from async_grpo.plan.forecast import measured_beside
+from async_grpo.plan.workload import Measured, Workload
 from async_grpo.preflight.deadlines import too_short
 from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
@@ -106,6 +111,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     console.info("# resolved configuration", dump(config).rstrip(), "")
     steps = trainer.total_steps if checked else config.run.total_steps
     console.summary("run", list(_budget(config, steps)))
+    if placement is not None:
+        console.summary("speed", list(_speed(config, placement, device, assumed is not None)))
     shape, why = _shape(config, unread=not checked)
     if shape is None:
         console.summary("memory", [("model", why)])
@@ -239,6 +246,29 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
         "publications",
         f"every {every} learner steps" if every > 1 else "after every learner step",
     )
+
+
+def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> Iterator[Line]:
+    """Say what a run beside this one leads to expect of it."""
+    beside = next(measured_beside(config, Path(config.run.dir)), None)
+    if beside is None or assumed:
+        yield (
+            "expected",
+            "not known: no run of this model and task was measured here; after 30 steps of one, "
+            "python -m async_grpo.plan CONFIG --from RUN_DIR tells",
+        )
+        return
+    record = json.loads(beside.read_text(encoding="utf-8"))
+    work = Workload.of(
+        config,
+        Measured.of(record["measured"]),
+        max_num_seqs=max_num_seqs(config, device=device) or int(record["places"]),
+        actors=len(placement.engines),
+    )
+    now = predict(work)
+    change = one_change(work, now)
+    yield ("expected", f"{describe_speed(now)}; measured in {beside.parent}")
+    yield ("to change", "nothing" if change is None else said(change, now))
 
 
 def _memory(

@@ -93,7 +93,9 @@ class ActorReports:
         )
 
     def metrics(self) -> dict[str, float]:
-        """`time/engine/...` (means over slots) and the counters of `rollout/...` (sums)."""
+        """`time/engine/...` (means over slots), and the counters of `rollout/...` and the speeds of
+        engines (sums).
+        """
         total: Counter[str] = Counter()
         for report in self.latest.values():
             total.update(dict(report.counters))
@@ -105,7 +107,22 @@ class ActorReports:
             if is_failure:
                 counters[f"environment_failures/{reason}"] = name
         counted = {f"rollout/{name}": float(total[known]) for name, known in counters.items()}
-        return self.engine_times()[0] | counted | _of_episodes(total)
+        return self.engine_times()[0] | counted | _of_episodes(total) | _speeds(total)
+
+
+def _speeds(total: Mapping[str, float]) -> dict[str, float]:
+    """Measure what engines and verifiers take: `engine/<size>/s`, `tokens` and `steps`, by how many
+    responses ran at most, and seconds of a verifier for a response.
+    """
+    split = ((name.split("_"), value) for name, value in total.items())
+    found = {
+        f"engine/{parts[1]}/{parts[2]}": float(value)
+        for parts, value in split
+        if parts[0] == "engine"
+    }
+    if total.get("verified"):
+        found["rollout/verifier_s"] = total["verifying_s"] / total["verified"]
+    return found
 
 
 def _of_episodes(total: Mapping[str, float]) -> dict[str, float]:

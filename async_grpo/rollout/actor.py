@@ -274,9 +274,7 @@ class RolloutActor:
         """Totals of the whole run, once the queue is closed and unfinished groups are dropped."""
         if self._time.is_producing:
             await self._ended.wait()
-        return self._time.report(
-            self.parts.engine.sampled, self._counts, errors=self._verifier_errors
-        )
+        return self._report()
 
     async def health(self) -> None:
         """Raise EngineError when the engine is dead."""
@@ -326,13 +324,15 @@ class RolloutActor:
         return everywhere - self._cores or everywhere
 
     async def _acquire(self, want: int) -> list[GroupTicket] | None:
-        engine = self.parts.engine
-        report = self._time.report(
-            engine.sampled, self._counts, errors=self._verifier_errors, every_s=HEARTBEAT_S
-        )
-        return await self._queue.acquire(
-            self.actor_id, engine.serving_version, list(self._groups), want, report
-        )
+        version, report = self.parts.engine.serving_version, self._due_report()
+        return await self._queue.acquire(self.actor_id, version, list(self._groups), want, report)
+
+    def _due_report(self) -> ActorReport | None:
+        return self._report() if self._time.is_due(HEARTBEAT_S) else None
+
+    def _report(self) -> ActorReport:
+        engine, speeds = self.parts.engine, self.parts.engine.speeds | self.parts.verifiers.spent
+        return self._time.report(engine.sampled, self._counts, speeds, errors=self._verifier_errors)
 
     def _room(self) -> int:
         """Count the groups to ask for, so that the engine always has one waiting and verified

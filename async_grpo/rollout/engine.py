@@ -36,6 +36,7 @@ from async_grpo.rollout.early_process import EarlyProcess, environment
 from async_grpo.rollout.engine_arguments import engine_arguments, set_environment
 from async_grpo.rollout.engine_support import adapt
 from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
+from async_grpo.rollout.speeds import Speeds
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire.codec import VersionSpan
@@ -43,7 +44,7 @@ from async_grpo.wire.codec import VersionSpan
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.stats import IterationStats
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
 Purpose = Literal["rollouts", "probes", "evaluated"]
@@ -53,6 +54,7 @@ class CountedRequests:
     """Sends requests to vLLM and counts their tokens."""
 
     def __init__(self) -> None:
+        self.speeds = Speeds()
         self.sampled: Counter[str] = Counter()
         """`total` by vLLM's own count, running requests included; and by purpose, of ended ones."""
         self.cut_off: dict[str, int] = {}
@@ -65,7 +67,7 @@ class CountedRequests:
         """
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-        sampled = self.sampled
+        sampled, speeds = self.sampled, self.speeds
 
         class Total(PrometheusStatLogger):
             def __init__(self, vllm_config: object, engine_indexes: object = None) -> None: ...
@@ -73,13 +75,16 @@ class CountedRequests:
 
             def record(
                 self,
-                scheduler_stats: object,
+                scheduler_stats: SchedulerStats | None,
                 iteration_stats: IterationStats | None,
                 *args: object,
                 **kwargs: object,
             ) -> None:
                 if iteration_stats is not None:
-                    sampled["total"] += iteration_stats.num_generation_tokens
+                    tokens = iteration_stats.num_generation_tokens
+                    sampled["total"] += tokens
+                    goes_on = scheduler_stats is not None and scheduler_stats.num_running_reqs > 0
+                    speeds.stepped(tokens, goes_on=goes_on)
 
         return Total
 
@@ -277,6 +282,11 @@ class Engine:
         return self._counted.sampled
 
     @property
+    def speeds(self) -> dict[str, float]:
+        """Seconds, tokens and steps so far, by how many responses ran (`Speeds.totals`)."""
+        return self._counted.speeds.totals()
+
+    @property
     def paused(self) -> bool:
         """Whether a publication runs, or has left weights that may be a mixture."""
         return not self._steady.is_set()
@@ -429,6 +439,7 @@ class Engine:
         # and not by their labels.
         pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clears)
         await _within(limits.pause_s, "pause", pause)
+        self._counted.speeds.interrupted()
         lost = await self._workers("cached_tokens") if clears else [0]
         paused = time.perf_counter()
         outcome = self._receipt(await self._workers("take_publication", announcement.payload))

@@ -62,17 +62,14 @@ class EngineTime:
         self,
         sampled: Mapping[str, int],
         counts: Mapping[str, float],
+        speeds: Mapping[str, float] | None = None,
         *,
         errors: Mapping[str, str],
-        every_s: float = 0.0,
-    ) -> ActorReport | None:
-        """Report tokens, seconds, `counts` and the first `errors` of verifiers; None within
-        `every_s` of the last report.
+    ) -> ActorReport:
+        """Report tokens, seconds, `counts`, an engine's `speeds` and the first `errors` of
+        verifiers.
         """
-        now = self._clock()
-        if every_s and now - self._reported_at < every_s:
-            return None
-        self._reported_at = now
+        self._reported_at = self._clock()
         tokens = TokenTotals(
             sampled=sampled["total"],
             probes=sampled["probes"],
@@ -85,9 +82,17 @@ class EngineTime:
             tokens,
             self._time.began,
             tuple(self._time.seconds().items()),
-            (*purposes, *((name, float(count)) for name, count in counts.items())),
+            (
+                *purposes,
+                *((name, float(count)) for name, count in counts.items()),
+                *(speeds or {}).items(),
+            ),
             tuple(errors.items()),
         )
+
+    def is_due(self, every_s: float) -> bool:
+        """Tell whether the last report is so old."""
+        return self._clock() - self._reported_at >= every_s
 
     def _look(self) -> None:
         cause = self._cause()

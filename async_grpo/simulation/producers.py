@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from async_grpo.groups import GroupTicket
+from async_grpo.plan.engine import Response, SharedEngine
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.rollout.time_accounting import EngineTime
-from async_grpo.simulation.engine import Response, SharedEngine
 from async_grpo.simulation.scenario import Job, Rollout
 
 if TYPE_CHECKING:

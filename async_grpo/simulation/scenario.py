@@ -18,8 +18,9 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.observe.bottleneck import ThroughputModel
+from async_grpo.plan.engine import Speed
+from async_grpo.plan.workload import Workload
 from async_grpo.replay.rules import OnStale, QueueSettings
-from async_grpo.simulation.engine import Speed
 from async_grpo.wire.codec import encode_group
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
@@ -191,6 +192,56 @@ class Scenario:
             responses=self.responses,
             places=self.places / self.responses,
             outstanding=self.outstanding,
+        )
+
+    @classmethod
+    def of(cls, work: Workload, *, steps: int, seed: int = 0) -> Scenario:
+        """Make a scenario of a workload that was measured."""
+        return cls(
+            seed=seed,
+            on_stale=work.on_stale,
+            max_staleness=work.max_staleness,
+            outstanding=work.outstanding,
+            rollout_batch_size=work.batch,
+            group_size=work.responses,
+            total_steps=steps,
+            seen=work.lengths,
+            speed=work.speed,
+            actors=work.actors,
+            places=work.places,
+            verify_s=work.verify_s,
+            verifiers=work.verifiers,
+            learner_s=work.learner_s,
+            noise=0.1,
+            contention=work.contention,
+            publish_every=work.every_steps,
+            publish_s=max(work.publish_s, 1e-3),
+            pause_s=work.pause_s,
+            poll_s=work.learner_s / 20,
+            overlap=work.exposed_s < work.publish_s,
+        )
+
+    def workload(self) -> Workload:
+        """Return the scenario as the planner sees it, without hazards."""
+        ids = range(128)
+        return Workload(
+            batch=self.rollout_batch_size,
+            responses=self.responses,
+            max_staleness=self.max_staleness,
+            every_steps=self.publish_every,
+            outstanding=self.outstanding,
+            on_stale=self.on_stale,
+            actors=self.actors,
+            places=self.places,
+            verifiers=self.verifiers,
+            lengths=tuple(tuple(self.lengths(group_id, 1)) for group_id in ids),
+            speed=self.speed,
+            learner_s=self.learner_s,
+            contention=self.contention,
+            publish_s=self.publish_s,
+            exposed_s=0.0 if self.overlap else self.publish_s,
+            pause_s=self.pause_s,
+            verify_s=self.verify_s,
         )
 
     def advised(self, advice: Mapping[str, int]) -> Scenario:

@@ -56,6 +56,8 @@ class VerifierPool:
         """cpu: cores of the children, None for any. Nothing starts before `start`."""
         self.errors: Counter[str] = Counter()
         """Responses that could not be scored, by reason."""
+        self.spent = {"verified": 0.0, "verifying_s": 0.0}
+        """Responses that were answered for, and the children's seconds for them."""
         self._timeout = settings.verifier.timeout_s
         self._setup = pipe.pack(
             {
@@ -173,6 +175,7 @@ class VerifierPool:
         except VerifierError as error:
             return [error] * len(bodies)
         done: list[Score | VerifierError] = []
+        began = time.monotonic()
         try:
             # msgpack: an array of this many values
             head = b"\xdd" + len(bodies).to_bytes(4, "big")
@@ -187,6 +190,8 @@ class VerifierPool:
             await self._discard(slot)
             done.append(error)
         child.asked = None
+        self.spent["verified"] += len(done)
+        self.spent["verifying_s"] += time.monotonic() - began
         return done
 
     async def _child(self, slot: int) -> Child:

@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, ThroughputModel
-from async_grpo.simulation.engine import Speed
+from async_grpo.plan.engine import Speed
 from async_grpo.simulation.scenario import Scenario
 from async_grpo.simulation.simulator import simulate
 

@@ -249,7 +249,9 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         "other": 32.0,
     }
     assert (report.began, report.tokens) == (100.0, TokenTotals(9, 2, 3, 4, 5))
-    assert engine.report({}, {}, errors={}, every_s=0.5) is None
+    assert not engine.is_due(0.5)
+    passes(0.5)
+    assert engine.is_due(0.5)
 
 
 def test_a_place_whose_process_was_replaced() -> None:

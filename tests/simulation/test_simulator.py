@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo.simulation.engine import Speed
+from async_grpo.plan.engine import Speed
 from async_grpo.simulation.scenario import Scenario
 from async_grpo.simulation.simulator import simulate
 

@@ -1,0 +1,191 @@
+"""What a run does, in plain numbers: its settings, and what was measured of its engines, learner
+and answers.
+
+Runs in: the driver, and the planner's command. Hides which number comes from the configuration and
+which from a measurement:
+
+    Config  --settings--+
+                        +--> Workload --> rehearsal (what a run will be), simulation (the same with
+    Measured (a run) ---+                 the real queue)
+
+Invariants: a measurement knows nothing of bounds and limits, so that it holds for other settings of
+the same model, task and machine; what depends on the size of a learner step is scaled by tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.schema import Config
+from async_grpo.plan.engine import Speed
+from async_grpo.replay.rules import OnStale
+
+CPU_CONTENTION = 1.16
+"""How much longer a learner step takes on CPU while engines generate, with cores of their own:
+memory is shared (docs/planning.md). On GPUs 1.
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold what was measured of a run."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Response tokens of groups that were trained lately."""
+    curve: tuple[tuple[float, float], ...]
+    """Of an engine: (responses that run, tokens per second of all of them)."""
+    learner_s: float
+    """Seconds of a learner step, without what engines beside it cost."""
+    step_tokens: float
+    """Response tokens of a learner step."""
+    publish_s: float = 0.0
+    """From the end of staging until all engines serve the weights."""
+    exposed_s: float = 0.0
+    """What the learner itself waits for a publication."""
+    pause_s: float = 0.0
+    """What an engine stands still for a publication."""
+    verify_s: float = 0.0
+    """Seconds of a verifier for a response."""
+    delay_s: float = 0.0
+    """What a group takes besides generation and verifiers: calls, environments, polling."""
+    contention: float = 1.0
+    """How much longer learner steps take while engines generate."""
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Read what `text` wrote. Raises OSError, ValueError, KeyError, TypeError."""
+        return cls.of(json.loads(path.read_text())["measured"])
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Measured:
+        """Take plain JSON."""
+        lengths = tuple(tuple(map(int, group)) for group in found["lengths"])
+        curve = tuple((float(count), float(speed)) for count, speed in found["curve"])
+        if not lengths or not curve:
+            raise ValueError("no groups or no speeds were measured")
+        rest = {name: float(found[name]) for name in _NUMBERS if name in found}
+        return cls(lengths, curve, **rest)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+
+_NUMBERS = (
+    "learner_s",
+    "step_tokens",
+    "publish_s",
+    "exposed_s",
+    "pause_s",
+    "verify_s",
+    "delay_s",
+    "contention",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Settings and measurements of a run; seconds, tokens, groups."""
+
+    batch: int
+    """Groups of a learner step, R."""
+    responses: int
+    """Of a group, the baseline's too."""
+    max_staleness: int
+    every_steps: int
+    outstanding: int | None
+    """Groups that may hold a slot; None: set by the queue itself."""
+    on_stale: OnStale
+    actors: int
+    places: int
+    """Responses that an engine generates at the same time."""
+    verifiers: int
+    """Of each actor."""
+    lengths: tuple[tuple[int, ...], ...]
+    speed: Speed
+    learner_s: float
+    contention: float = 1.0
+    publish_s: float = 0.0
+    exposed_s: float = 0.0
+    pause_s: float = 0.0
+    verify_s: float = 0.0
+    delay_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, config: Config, measured: Measured, *, max_num_seqs: int, actors: int | None = None
+    ) -> Workload:
+        """Join a configuration with a measurement of the same model and task. max_num_seqs: of an
+        engine; actors: instead of the configured ones.
+        """
+        rollout, replay = config.rollout, config.replay
+        responses = rollout.group_size + config.algorithm.has_baseline
+        group = mean(sum(one) / len(one) for one in measured.lengths) * responses
+        scale = rollout.rollout_batch_size * group / measured.step_tokens
+        return cls(
+            batch=rollout.rollout_batch_size,
+            responses=responses,
+            max_staleness=replay.max_staleness,
+            every_steps=config.weight_sync.every_steps,
+            outstanding=None if replay.outstanding == "auto" else config.max_outstanding,
+            on_stale=replay.on_stale,
+            actors=actors or config.cluster.rollout_actors.max or config.cluster.rollout_actors.min,
+            places=max_num_seqs,
+            verifiers=config.task.verifier.workers,
+            lengths=_of_size(measured.lengths, responses),
+            speed=Speed(measured.curve),
+            learner_s=measured.learner_s * scale,
+            contention=measured.contention,
+            publish_s=measured.publish_s,
+            exposed_s=measured.exposed_s,
+            pause_s=measured.pause_s,
+            verify_s=measured.verify_s,
+            delay_s=measured.delay_s,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may ever be outstanding."""
+        return (self.max_staleness + 1) * self.batch
+
+    @property
+    def group_tokens(self) -> float:
+        """Mean tokens of a group."""
+        return mean(map(sum, self.lengths))
+
+    def with_settings(self, advice: Mapping[str, float]) -> Workload:
+        """Return the same with these settings (dotted names); those it does not know change
+        nothing.
+        """
+        names = {
+            "replay.max_staleness": "max_staleness",
+            "replay.outstanding": "outstanding",
+            "weight_sync.every_steps": "every_steps",
+            "cluster.rollout_actors.max": "actors",
+            "task.verifier.workers": "verifiers",
+            "cluster.engine.max_num_seqs": "places",
+        }
+        changed: dict[str, Any] = {
+            names[name]: int(value) for name, value in advice.items() if name in names
+        }
+        ranks = advice.get("learner.ranks", 1.0)
+        return replace(self, learner_s=self.learner_s / ranks, **changed)
+
+
+def mean(values: Any) -> float:
+    """Average numbers."""
+    found = list(values)
+    return math.fsum(found) / len(found)
+
+
+def _of_size(lengths: Sequence[tuple[int, ...]], size: int) -> tuple[tuple[int, ...], ...]:
+    """Make groups of another size from measured ones: responses again and again, in their order."""
+    return tuple(
+        one if len(one) == size else tuple(one[index % len(one)] for index in range(size))
+        for one in lengths
+    )
