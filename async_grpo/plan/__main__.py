@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = "seconds that a verifier takes for a response, instead of the measured ones"
     parser.add_argument("--verify-s", type=float, metavar="SECONDS", help=seconds)
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         config = resolve(load_config(arguments.config, arguments.settings))
         work, path = workload(config, arguments.source, actors=arguments.actors)

@@ -6,10 +6,10 @@ Runs in: the driver, and the planner's command. Hides how the parts wait for eac
       ^  L of them     share their speed    v at a time    R groups  T_s         p   |
       +------------------------------------------------------------------------------+
 
-A group that may be begun goes to the engine with the most room; its responses share the engine with
-all others; it is ready when its last response is scored. The learner takes the R oldest groups as
-soon as that many are ready and all that stay behind can still be trained in time. Its slots are
-free again when the weights are live.
+An actor takes all the groups that it has places for, and one more, as soon as there are slots; the
+responses of a group share the engine with all others, and it is ready when the last one is scored.
+The learner takes the R oldest groups as soon as that many are ready and all that stay behind can
+still be trained in time. Its slots are free again when the weights are live.
 
 This is the loop without queue, journal, faults and chance, so that it takes milliseconds; the rules
 of departure and of the limit are the queue's own (`order.can_leave`, `OutstandingLimit`). For the
@@ -97,7 +97,7 @@ class Rehearsal:
         self._ready: list[_Group] = []
         self._slots = 0
         """Groups that hold one."""
-        self._issued, self._training = 0, 0
+        self._issued = self._first = 0
         self._live = self._trained = 0
         self._lives = [0.0]
         """When each version that was published was live."""
@@ -143,33 +143,40 @@ class Rehearsal:
     # ---- engines ----
 
     def _issue(self) -> None:
-        """Begin groups while slots and engines have room."""
-        work = self._work
-        while True:
-            free = [self._room(engine) for engine in self._engines]
-            best = max(range(len(free)), key=free.__getitem__)
-            if free[best] <= 0:
-                return
-            if self._slots >= self._limit.groups:
-                if self._slots < work.capacity:
-                    self._limit.refuses()
-                return
+        """Let all actors ask for groups, another one first each time."""
+        self._first = (self._first + 1) % len(self._engines)
+        order = range(self._first, self._first + len(self._engines))
+        for index in order:
+            self._ask_for(index % len(self._engines))
+
+    def _ask_for(self, index: int) -> None:
+        """Let an actor ask for groups; it gets them as long as there are slots."""
+        wanted = self._room(self._engines[index])
+        granted = max(min(wanted, self._limit.groups - self._slots), 0)
+        if granted < min(wanted, self._work.capacity - self._slots):
+            self._limit.refuses()
+        if granted:
+            self._begin(index, granted)
+
+    def _begin(self, index: int, count: int) -> None:
+        """Begin so many groups in an engine."""
+        work, engine = self._work, self._engines[index]
+        engine.advance(self._now)
+        for _ in range(count):
             lengths = work.lengths[self._random.randrange(len(work.lengths))]
             group = _Group(self._issued, self._live, lengths, len(lengths))
             self._issued += 1
             self._slots += 1
             self._open[group.serial] = group
-            engine = self._engines[best]
-            engine.advance(self._now)
             engine.begin(
                 [Response((group.serial, at), length) for at, length in enumerate(lengths)]
             )
-            self._expect(best)
+        self._expect(index)
 
     def _room(self, engine: SharedEngine) -> int:
         """Count the groups that its actor asks for: one more than it has places for."""
         free = engine.places - len(engine.running) - len(engine.waiting)
-        return -(-free // self._work.responses) + 1
+        return max(-(-free // self._work.responses) + 1, 0)
 
     def _expect(self, index: int) -> None:
         at = self._engines[index].next_end()
@@ -194,7 +201,7 @@ class Rehearsal:
             if not group.left:
                 self._later(self._scored(index), self._complete, serial)
         self._expect(index)
-        self._issue()
+        self._ask_for(index)
 
     def _scored(self, index: int) -> float:
         """Return the seconds until an actor's verifiers have scored a group that has ended now."""
@@ -238,7 +245,7 @@ class Rehearsal:
                 return
         self._ready, self._waiting = left, False
         self._limit.departs(len(left))
-        self._training = len(chosen)
+        self._issue()
         if step > self._skip:
             self._idle_s += self._now - max(self._asked, self._from)
             self._measure(chosen, step)
@@ -270,6 +277,7 @@ class Rehearsal:
         self._trained += 1
         if self._trained == self._skip:
             self._from = self._now
+            self._taken_s = 0.0
         if self._trained == self._steps:
             self._ended = True
             return

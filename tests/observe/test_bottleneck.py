@@ -4,12 +4,20 @@ as it was predicted to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, ThroughputModel
+from async_grpo.observe.bottleneck import (
+    MIN_STEPS,
+    Bottleneck,
+    BottleneckWatch,
+    Gain,
+    ThroughputModel,
+)
+from async_grpo.plan.advice import predict
 from async_grpo.plan.engine import Speed
 from async_grpo.simulation.scenario import Scenario
 from async_grpo.simulation.simulator import simulate
@@ -43,9 +51,9 @@ CASES = {
 }
 
 
-def verdict_on(scenario: Scenario) -> Bottleneck:
-    lines = simulate(scenario).lines[SKIPPED - 1 : -SKIPPED]
-    observer = BottleneckWatch(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0)
+def verdict_on(scenario: Scenario, *, gain: Gain | None = None) -> Bottleneck:
+    lines = simulate(scenario, checked=False).lines[SKIPPED - 1 : -SKIPPED]
+    observer = BottleneckWatch(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0, gain=gain)
     *before, verdict = [observer.observe(line) for line in lines]
     assert not any(before) and verdict is not None
     return verdict
@@ -53,8 +61,38 @@ def verdict_on(scenario: Scenario) -> Bottleneck:
 
 def throughput(scenario: Scenario) -> float:
     """Trained groups per second, from the times of the steps alone."""
-    steps = simulate(scenario).steps[SKIPPED:-SKIPPED]
+    steps = simulate(scenario, checked=False).steps[SKIPPED:-SKIPPED]
     return scenario.rollout_batch_size * (len(steps) - 1) / (steps[-1].taken - steps[0].taken)
+
+
+def planned(scenario: Scenario) -> Gain:
+    """What settings bring, as the planner says who knows the scenario."""
+    work = scenario.workload()
+    now = predict(work).groups_per_s
+    return lambda advice: predict(work.with_settings(advice)).groups_per_s / now
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_planner_knows_what_an_advice_brings(kind: str) -> None:
+    scenario = CASES[kind]
+    verdict = verdict_on(scenario, gain=planned(scenario))
+    assert verdict.kind == kind.partition(",")[0], verdict.text
+    before, after = throughput(scenario), throughput(scenario.advised(verdict.advice))
+    ratio = (after - before) / verdict.predicted_gain
+    assert 0.75 < ratio < 1.35, f"{before} -> {after}, {ratio}: {verdict.text}"
+
+
+def test_an_advice_of_which_the_planner_expects_nothing_is_not_given() -> None:
+    told: list[dict[str, float]] = []
+
+    def nothing(advice: Mapping[str, float]) -> float:
+        told.append(dict(advice))
+        return 1.0
+
+    verdict = verdict_on(CASES["learner"], gain=nothing)
+    assert verdict.advice == {} and verdict.kind == "balanced"
+    assert {tuple(advice) for advice in told} == {("learner.ranks",)}
+    assert verdict_on(CASES["learner"], gain=lambda advice: None).kind == "learner"
 
 
 @pytest.mark.parametrize("kind", CASES)

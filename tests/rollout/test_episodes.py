@@ -363,7 +363,7 @@ class Frames(Parts):
 
 def produce(engine: Saying, config: Config) -> tuple[Frames, RolloutActor]:
     queue = Frames()
-    engine.sampled = Counter()
+    engine.sampled, engine.speeds = Counter(), {}
 
     async def main() -> RolloutActor:
         async with asyncio.timeout(60), player_of(engine, config) as (player, *_):

@@ -70,6 +70,7 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
         "tracker": None,
         "run_dir": Path("/runs/r"),
         "verdict": None,
+        "forecast": SimpleNamespace(errors=dict),
         "evaluations": [],
     }
     return SimpleNamespace(**told | facts)

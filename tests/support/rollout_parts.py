@@ -70,6 +70,8 @@ class Parts:
         self.reports: list[ActorReport] = []
         self.wasted: dict[int, int] = {}
         self.sampled: Counter[str] = Counter(total=7, probes=3)
+        self.speeds = {"engine_4_s": 0.5, "engine_4_tokens": 9.0, "engine_4_steps": 3.0}
+        self.spent = {"verified": 4.0, "verifying_s": 1.0}
 
     async def generate(
         self,

@@ -13,7 +13,17 @@ from __future__ import annotations
 import re
 
 _FIRST = ("eval", "rollout", "train")
-_WATCHED = ("checkpoint", "cluster", "goodput", "replay", "time", "tracking", "weights")
+_WATCHED = (
+    "checkpoint",
+    "cluster",
+    "engine",
+    "goodput",
+    "plan",
+    "replay",
+    "time",
+    "tracking",
+    "weights",
+)
 _MAIN = re.compile(
     r"eval/(?!problems|tokens|seconds).*"
     r"|rollout/(score|score_std|shaped_reward|accuracy|truncated|reward_kl|kl_coef|baseline_reward"
@@ -28,7 +38,7 @@ _MAIN = re.compile(
     r"|goodput/(share|trained|generated)"
     r"|replay/(ready|in_flight|lag_mean|lag_max|slowest_tenth)"
     r"|weights/(until_live_s|learner_waited_s|sampler_error|kv_cache_error|drift)"
-    r"|cluster/rollout_actors|checkpoint/seconds"
+    r"|cluster/rollout_actors|checkpoint/seconds|plan/.*"
 )
 _COUNTED = re.compile(
     r"eval/(errors|skipped)"

@@ -1,0 +1,127 @@
+"""What a run shows of itself, from lines of metrics whose truth is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_grpo.plan.measure import Meter, relative_errors
+from async_grpo.plan.workload import Measured, Workload
+from async_grpo.rollout.speeds import Speeds, size
+from tests.support.plan_case import BASE, lines
+
+
+def test_measured() -> None:
+    meter = Meter(skip=2, batch=8, contention=1.2)
+    for number, line in enumerate(lines(20)):
+        meter.observe(line, [(number, number)])
+        if number < 7:
+            assert meter.measured(every_steps=1) is None
+    found = meter.measured(every_steps=2)
+    assert found is not None and meter.steps == 17
+    assert found.lengths[0] == (0, 0) and len(found.lengths) == 20
+    assert found.curve == ((6.0, 240.0), (24.0, 400.0))  # one response: too seldom to count
+    assert found.learner_s == pytest.approx(3.0 / 1.1)
+    assert found.exposed_s == pytest.approx(2 * 0.5)
+    assert (found.step_tokens, found.verify_s, found.delay_s) == (700.0, 0.25, 1.5)
+    assert (found.publish_s, found.pause_s, found.contention) == (0.75, 0.125, 1.2)
+    assert meter.groups_per_s == pytest.approx(8 / 4) and meter.time.idle == pytest.approx(1 / 8)
+    assert meter.time.tokens_per_s == pytest.approx(700 / 4)
+    assert meter.lag_mean == pytest.approx(1.5, abs=0.05)
+    assert Measured.of(found.plain()) == found
+
+
+def test_other_processes_begin_anew() -> None:
+    meter = Meter(skip=0, batch=8, contention=1.0)
+    for line in (*lines(9), *lines(4)):
+        meter.observe(line, [])
+    assert meter.steps == 3 and meter.measured(every_steps=1) is None
+
+
+def test_lines_without_times_do_not_count() -> None:
+    meter = Meter(skip=0, batch=8, contention=1.0)
+    for line in lines(9):
+        meter.observe(line, [(1,)])
+        meter.observe({"train/repeated": 1.0}, [(2,)])
+    assert meter.steps == 8
+    found = meter.measured(every_steps=1)
+    assert found is not None and set(found.lengths) == {(1,)}
+
+
+def test_errors_of_a_prediction() -> None:
+    predicted = {"groups_per_s": 1.1, "idle": 0.25, "lag_mean": 1.5}
+    found = {"groups_per_s": 1.0, "idle": 0.20, "lag_mean": 2.0}
+    assert relative_errors(predicted=predicted, found=found) == pytest.approx(
+        {"plan/error_throughput": 0.1, "plan/error_idle": 0.05, "plan/error_lag": -0.25}
+    )
+    none = relative_errors(predicted=predicted, found=found | {"lag_mean": 0.0})
+    assert none["plan/error_lag"] == pytest.approx(15.0)
+
+
+def test_speeds_of_an_engine() -> None:
+    """Steps count from the one before; a pause, and a moment without requests, count for none."""
+    now = 10.0
+    speeds = Speeds(clock=lambda: now)
+    for tokens, passed, goes_on in [
+        (3, 0.5, True),  # the first one: nobody knows when it began
+        (3, 0.5, True),
+        (4, 0.25, True),
+        (0, 0.25, True),  # a step of prompts alone
+        (9, 1.0, False),
+        (5, 7.0, True),  # after a moment without requests
+        (5, 1.0, True),
+    ]:
+        now += passed
+        speeds.stepped(tokens, goes_on=goes_on)
+    speeds.interrupted()
+    now += 3.0
+    speeds.stepped(5, goes_on=True)
+    assert speeds.totals() == {
+        "engine_4_s": 0.75,
+        "engine_4_tokens": 7,
+        "engine_4_steps": 2,
+        "engine_16_s": 1.0,
+        "engine_16_tokens": 9,
+        "engine_16_steps": 1,
+        "engine_8_s": 1.0,
+        "engine_8_tokens": 5,
+        "engine_8_steps": 1,
+    }
+    assert [size(tokens) for tokens in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+
+
+def test_a_workload_takes_what_was_measured(tmp_path) -> None:
+    from async_grpo.config.load import load_config
+
+    measured = Measured(
+        lengths=((10, 20), (30, 40)),
+        curve=((1.0, 10.0), (8.0, 40.0)),
+        learner_s=2.0,
+        step_tokens=400.0,
+        verify_s=0.5,
+        delay_s=0.25,
+        publish_s=0.125,
+        exposed_s=0.0625,
+        pause_s=0.03125,
+        contention=1.25,
+    )
+    config = load_config(
+        "configs/quickstart.yaml",
+        [
+            "rollout.rollout_batch_size=16",
+            "rollout.group_size=4",
+            "replay.max_staleness=3",
+            "replay.on_stale=mask",
+            "replay.outstanding=40",
+            "weight_sync.every_steps=2",
+            "task.verifier.workers=3",
+        ],
+    )
+    found = Workload.of(config, measured, max_num_seqs=24, actors=5)
+    assert found.lengths == ((10, 20, 10, 20), (30, 40, 30, 40))
+    assert found.learner_s == pytest.approx(2.0 * 16 * 100 / 400)
+    assert (found.batch, found.responses, found.max_staleness, found.every_steps) == (16, 4, 3, 2)
+    assert (found.outstanding, found.on_stale, found.actors, found.places) == (40, "mask", 5, 24)
+    assert (found.verifiers, found.verify_s, found.delay_s) == (3, 0.5, 0.25)
+    assert (found.publish_s, found.exposed_s, found.pause_s) == (0.125, 0.0625, 0.03125)
+    assert found.contention == 1.25 and found.speed.total(8) == 40.0
+    assert BASE.with_settings({"learner.ranks": 2, "replay.max_staleness": 5}).learner_s == 2.0
