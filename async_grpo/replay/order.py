@@ -159,6 +159,8 @@ class BatchPicker:
         self._order = settings.order_rule
         self._admission, self._record = admission, record
         self._tried: tuple[int, int] | None = None
+        self._young: tuple[int, set[tuple[int, int]]] = (-1, set())
+        """A step, and the results (id, attempt) that are not too old for it."""
 
     def choose(self, step: int) -> list[GroupEntry] | None:
         """Choose the batch of `step`, sorted by group_id; None while it must wait."""
@@ -188,6 +190,14 @@ class BatchPicker:
 
     def _expire(self, step: int) -> None:
         bound, on_stale = self._settings.max_staleness, self._settings.on_stale
+        if self._young[0] != step:
+            self._young = (step, set())
+        young = self._young[1]
         for entry in list(self._ledger.slots[State.READY].values()):
+            result = (entry.group_id, entry.attempt)
+            if result in young:
+                continue
             if is_too_old(entry.result, step=step, max_staleness=bound, on_stale=on_stale):
-                self._record(Expire(entry.group_id, entry.attempt, step))
+                self._record(Expire(*result, step))
+            else:
+                young.add(result)

@@ -23,6 +23,9 @@ from async_grpo.simulation.scenario import Job, Rollout
 if TYPE_CHECKING:
     from async_grpo.simulation.simulator import Simulation
 
+HEARTBEAT_S = 0.5
+"""Between two reports of an actor, where nothing is `checked`."""
+
 
 @dataclass(slots=True, eq=False)
 class Actor:
@@ -40,6 +43,9 @@ class Actor:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     ended: int = 0
     """Tokens of groups that it is done with."""
+    refused: bool = False
+    """It got no ticket, and asks again only when there may be one (where nothing is `checked`)."""
+    reported_at: float = -math.inf
     free_at: list[float] = field(default_factory=list)
     """When each of its verifiers is free again."""
 
@@ -127,6 +133,7 @@ class Producers:
         run.witness.taken_away.update(held)
         run.seen["forfeited"] += len(held)
         await run.queue.forfeit(actor.name)
+        run.news = True
         del self.actors[actor.name]
         self.start(run.between(0.0, 1.0))
 
@@ -134,6 +141,8 @@ class Producers:
 
     def poll_soon(self, actor: Actor, delay: float) -> None:
         """Ask for tickets after `delay` at the latest."""
+        if actor.refused and not delay:
+            return
         if self._run.now + delay < actor.poll_at:
             actor.poll_at = self._run.now + delay
             self._run.later(delay, self._poll, actor, actor.poll_at)
@@ -172,7 +181,7 @@ class Producers:
             return
         actor.engine.advance(run.now)
         room = self._room(actor)
-        report = self._report(actor) if run.reports else None
+        report = self._report(actor) if run.reports and self._is_due(actor) else None
         tickets = await run.queue.acquire(actor.name, actor.version, list(actor.jobs), room, report)
         assert tickets is not None, f"{actor.name} is told to stop at step {run.step}"
         run.witness.issued(actor.name, tickets, now=run.now)
@@ -180,8 +189,15 @@ class Producers:
             run.seen["lost_reply"] += 1
         else:
             self._begin(actor, tickets)
+        actor.refused = not tickets and not run.checked
         if room or tickets:
             self.poll_soon(actor, self.scenario.poll_s * run.between(0.5, 1.5))
+
+    def may_ask(self) -> None:
+        """Let those ask again who got no ticket: some may have become free."""
+        for actor in [one for one in self.actors.values() if one.refused]:
+            actor.refused = False
+            self.poll_soon(actor, self._run.between(0.0, 0.05))
 
     def _begin(self, actor: Actor, tickets: list[GroupTicket]) -> None:
         run, scenario = self._run, self.scenario
@@ -207,10 +223,10 @@ class Producers:
                 ]
             )
         self._expect_end(actor)
-        others = sum(other.alive and not other.hung for other in self.actors.values())
-        if tickets and run.chance(scenario.hang) and others > 1:
-            actor.hung = True
-            run.seen["hang"] += 1
+        if tickets and run.chance(scenario.hang):
+            others = sum(other.alive and not other.hung for other in self.actors.values())
+            actor.hung = others > 1
+            run.seen["hang"] += actor.hung
 
     # ---- generation ----
 
@@ -286,6 +302,7 @@ class Producers:
         if run.chance(scenario.fail):
             run.seen["fail"] += 1
             await run.queue.fail(actor.name, [job.ticket], "timeout", [job.tokens])
+            run.news = True
             self.brings(actor, job)
             witness.taken_away.add(job.key)
             if run.chance(0.75):
@@ -297,6 +314,7 @@ class Producers:
             return
         frame = job.frame(scenario, actor.name, rejected=rejected)
         (verdict,) = await run.queue.put(actor.name, [frame])
+        run.news = True
         self.brings(actor, job)
         witness.answered(job, verdict.status, frame=frame, rejected=rejected, now=run.now)
         if run.chance(scenario.lost_ack):
@@ -358,8 +376,16 @@ class Producers:
 
     # ---- tokens ----
 
+    def _is_due(self, actor: Actor) -> bool:
+        """Tell whether an actor reports with this call: with each, where everything is checked."""
+        due = self._run.checked or self._run.now - actor.reported_at >= HEARTBEAT_S
+        actor.reported_at = self._run.now if due else actor.reported_at
+        return due
+
     def _report(self, actor: Actor) -> ActorReport:
         """Tell what the engine sampled by now."""
+        if not self._run.checked:
+            return ActorReport(TokenTotals(sampled=int(actor.engine.sampled)))
         under_way = sum(
             min(one.length, int(actor.has(key, index)))
             for key, job in actor.jobs.items()

@@ -58,6 +58,8 @@ class Simulation:
         self.steps: list[Step] = []
         self.checkpoints: dict[int, dict[str, Any]] = {}
         self.waiting, self.publishing = True, False
+        self.news = True
+        """Whether the queue may have a batch that it had not when it was asked last."""
         self.asked = 0.0
         self.restart_at = scenario.restarts
         self.ended = ""
@@ -95,7 +97,8 @@ class Simulation:
             await call(*arguments)
             if self.scenario.any_limit:
                 self.change_limit()
-            if self.waiting and not self.ended:
+            if self.waiting and not self.ended and (self.news or self.checked):
+                self.news = False
                 await self.ask()
             if self.chance(self.scenario.queue_death) and not self.ended:
                 await self.die()
@@ -284,6 +287,7 @@ class Simulation:
             lag for lag in lags if lag <= self.scenario.max_staleness
         ), f"{lags}: {metrics}"
         self.waiting, self.progress_at = False, self.now
+        self.producers.may_ask()
         self.time.switch("working")
         lengths = [row.length for group in batch.groups for row in group.episodes_to_train]
         self.taken = durations(batch) | {"rollout/response_length": sum(lengths) / len(lengths)}
@@ -320,6 +324,7 @@ class Simulation:
             self.later(0.1, self.end_step)
             return
         self.step += 1
+        self.news = True
         self.steps[-1] = replace(self.steps[-1], ended=self.now)
         self.asked = self.now
         if self.scenario.measured:
@@ -373,13 +378,14 @@ class Simulation:
 
     async def acknowledge(self, version: int) -> None:
         """Every engine serves the version: those that came meanwhile too."""
-        self.publishing = False
+        self.publishing, self.news = False, True
         await self.queue.live(version)
         if self.chance(self.scenario.lost_ack):
             await self.queue.live(version)
         self.witness.live = version
         for actor in self.producers.actors.values():
             self.producers.serve(actor, version)
+            actor.refused = False
             self.producers.poll_soon(actor, self.between(0.0, 0.05))
         if not self.waiting and not self.scenario.overlap and self.newest == self.step:
             self.waiting, self.asked = True, self.now
@@ -389,7 +395,8 @@ class Simulation:
         """Nothing is left open, and nothing was issued that the run could not train."""
         scenario, witness = self.scenario, self.witness
         self.ended, self.metrics = ended, await self.queue.metrics()
-        self.check_tokens()
+        if self.checked:
+            self.check_tokens()
         if ended == "trained":
             assert await self.queue.acquire("late", self.step, [], 3) is None
             await self.queue.close()
