@@ -58,6 +58,9 @@ _SWITCHED_ROPE = {
 row of a batch, in vLLM by the longest that may come.
 """
 
+LARGE_LAG = 8
+"""A bound from which on a constant learning rate is warned of."""
+
 
 def look(
     config: Config, task: Task, *, model_dir: str | None = None, of_evaluation: bool = False
@@ -95,12 +98,24 @@ def known_model(config: Config, task: Task) -> str | None:
     return str(local) if local.exists() else config.model.path
 
 
+def rate_notes(config: Config) -> Iterator[str]:
+    """Warn of a learning rate that stays as it is with old data: accuracy swings to the end."""
+    bound = config.replay.max_staleness
+    if bound >= LARGE_LAG and config.learner.schedule == "constant":
+        yield (
+            f"note: replay.max_staleness is {bound} and learner.schedule is constant: what is "
+            "learnt from data so old swings to the end of the run; set learner.schedule: linear "
+            "(the recipe large_lag, docs/concepts.md)"
+        )
+
+
 def check_fit(
     config: Config, model: str, task: Task, *, of_evaluation: bool = False
 ) -> Iterator[str]:
     """Check that `model` and the prompts of `task` fit; lines for the user. Raises SetupError.
     of_evaluation: look at held-out problems, since nothing is trained.
     """
+    yield from rate_notes(config)
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():

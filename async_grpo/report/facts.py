@@ -69,6 +69,13 @@ _FAULT = re.compile(
     r"|could not|failed|answers again|taken back|added|left)\b"
 )
 
+LEAST_STEPS, OLD = 5, 2
+"""Steps of a quarter of a run, and the lag, from which on swings are looked for."""
+NEAR, COMES_BACK = 0.02, 0.8
+"""Shares of the effective sample size: missing so little is none; come back is less than so much of
+what was missing before.
+"""
+
 
 def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
     """Say how the run stands, `good`, `bad` or neither, and (label, value) of its main numbers."""
@@ -118,6 +125,25 @@ def verdict(data: RunData) -> str:
     """Say what limits the run, as a sentence; empty where nothing is known."""
     text = str((data.status.get("verdict") or {}).get("text", ""))
     return f"What limits it: {text.removesuffix('.')}." if text else ""
+
+
+def swings(data: RunData) -> str:
+    """Say that what is learnt from old data does not settle, where the effective sample size of the
+    second half of a run does not come closer to 1; empty otherwise.
+    """
+    steps, shares = data.series("train/ess")
+    quarter = len(shares) // 4
+    if quarter < LEAST_STEPS or data.lag_max < OLD:
+        return ""
+    third, last = shares[2 * quarter : 3 * quarter], shares[3 * quarter :]
+    missing, left = (1 - sum(part) / len(part) for part in (third, last))
+    if left < NEAR or left < COMES_BACK * missing:
+        return ""
+    return (
+        f"The effective sample size does not come back: {1 - missing:.0%} in the third quarter of "
+        f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy swings around old data; "
+        "a learning rate that falls (learner.schedule: linear) ends it."
+    )
 
 
 def _state(data: RunData) -> tuple[str, str]:

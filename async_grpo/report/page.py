@@ -18,6 +18,7 @@ from async_grpo.report.facts import (
     restarts,
     sample_sections,
     settings,
+    swings,
     tiles,
     verdict,
 )
@@ -111,7 +112,8 @@ def _header(data: RunData, title: object) -> str:
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
         for label, value in shown
     )
-    said = f'<p class="lead">{_text(verdict(data))}</p>' if verdict(data) else ""
+    sentences = filter(None, (verdict(data), swings(data)))
+    said = "".join(f'<p class="lead">{_text(text)}</p>' for text in sentences)
     return (
         f"<h1>{_text(title)}</h1><p>{_text(origin(data))}</p>"
         f'<p class="lead {kind}">{_text(lead)}</p>{said}<div class="tiles">{boxes}</div>'

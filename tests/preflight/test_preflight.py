@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_grpo.config import operation, schema
+from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.preflight import model as preflight
-from async_grpo.preflight.model import SAMPLE, check_fit
+from async_grpo.preflight.model import SAMPLE, check_fit, rate_notes
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
 from async_grpo.trainer import Trainer
@@ -89,6 +90,16 @@ def rows(path: Path, prompts: list[Any]) -> str:
 
 def test_what_fits_passes(good: Path) -> None:
     assert fit(good) == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "schedule", "told"),
+    [(8, "constant", 1), (7, "constant", 0), (8, "linear", 0), (16, "cosine", 0)],
+)
+def test_a_constant_rate_with_old_data_is_warned_of(bound: int, schedule: str, told: int) -> None:
+    settings = [f"replay.max_staleness={bound}", f"learner.schedule={schedule}"]
+    notes = list(rate_notes(load_config("configs/quickstart.yaml", settings)))
+    assert len(notes) == told and all("learner.schedule: linear" in note for note in notes)
 
 
 # ---- the model's files

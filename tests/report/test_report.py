@@ -25,7 +25,7 @@ from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.replay.resume import open_queue
 from async_grpo.report import __main__ as report
 from async_grpo.report.data import ROWS, read_run
-from async_grpo.report.facts import origin, restarts, sample_sections, tiles, verdict
+from async_grpo.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
 from async_grpo.report.gantt import Window, _counts, read_window
 from async_grpo.report.launch import report_on, write_report
 from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
@@ -302,6 +302,32 @@ def test_a_long_run_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:
     assert ROWS / 2 <= len(rows) <= ROWS + 1 and rows[-1].step == 10_001
     gaps = {later.step - earlier.step for earlier, later in pairwise(rows[1:-1])}
     assert gaps == {4}
+
+
+@pytest.mark.parametrize(
+    ("third", "last", "lag", "said"),
+    [
+        (0.80, 0.80, 16.0, True),
+        (0.80, 0.75, 16.0, True),
+        (0.80, 0.90, 16.0, False),
+        (0.99, 0.985, 16.0, False),
+        (0.80, 0.80, 1.0, False),
+    ],
+)
+def test_a_policy_that_swings_around_old_data_is_told_of(
+    tmp_path: Path, third: float, last: float, lag: float, said: bool
+) -> None:
+    old = {"train/lag_max": lag, "train/lag_mean": lag, "time/step": 1.0}
+    shares = [0.6] * 40 + [third] * 20 + [last] * 20
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(old | {"step": step, "time": float(step), "train/ess": share}) + "\n"
+            for step, share in enumerate(shares, 1)
+        )
+    )
+    text = swings(read_run(tmp_path))
+    assert ("does not come back" in text and f"{last:.0%} in the last" in text) == said
+    assert bool(text) == said
 
 
 def test_the_window_tells_what_the_learner_did_when(run_dir: Path) -> None:

@@ -21,5 +21,6 @@ RECIPES = [
     "roll_grpo",
     "verl_grpo",
     "lmbook_grpo",
+    "large_lag",
     "quickstart",
 ]
