@@ -31,7 +31,11 @@ from async_grpo.wire.codec import Batch, Buffer, GroupTicket, pack_frames, unpac
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
-"""Seconds between two looks for tickets by any actor: the more wait, the more rarely each looks."""
+"""Seconds that a call waits for tickets while few do, and between two looks for them by any call:
+the more wait, the more rarely each looks.
+"""
+TICKET_CALLS_PER_S = 250.0
+"""The more actors wait, the longer each call does, so that no more than this come again."""
 CALL_TIMEOUT_S = 60.0
 REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""
@@ -56,6 +60,8 @@ class QueueProcess:
         self._settings, self._journal = settings, journal
         self._waiting = 0
         """Actors whose `acquire` waits for tickets."""
+        self._published: asyncio.Future[None] | None = None
+        """Done when another version is live; None while nobody waits for that."""
         self._opened: ReplayQueue | Exception
         try:
             self._opened = open_queue(settings, journal, snapshot=snapshot)
@@ -77,7 +83,12 @@ class QueueProcess:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the queue itself."""
-        return await getattr(self._queue, method)(*args, **kwargs)
+        live = self._queue.ledger.live
+        answer = await getattr(self._queue, method)(*args, **kwargs)
+        if self._queue.ledger.live != live and self._published is not None:
+            self._published.set_result(None)
+            self._published = None
+        return answer
 
     # ---- rollout actors ----
 
@@ -94,8 +105,9 @@ class QueueProcess:
         have.
         """
         tickets = await self._queue.acquire(actor_id, serving_version, holding, want, report)
-        deadline = time.monotonic() + TICKET_PATIENCE_S
         self._waiting += 1
+        patience_s = max(TICKET_PATIENCE_S, self._waiting / TICKET_CALLS_PER_S)
+        deadline = time.monotonic() + patience_s
         try:
             while (
                 tickets == []
@@ -103,11 +115,17 @@ class QueueProcess:
                 and serving_version >= self._queue.ledger.live
                 and (left := deadline - time.monotonic()) > 0
             ):
-                await asyncio.sleep(min(TICKET_POLL_S * self._waiting, left))
+                await self._publication(min(TICKET_POLL_S * self._waiting, left))
                 tickets = await self._queue.acquire(actor_id, serving_version, holding, want)
         finally:
             self._waiting -= 1
         return tickets
+
+    async def _publication(self, seconds: float) -> None:
+        """Wait for another version to be live, for so long at most."""
+        if self._published is None:
+            self._published = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._published}, timeout=seconds)
 
     async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
         """`put` of the frames in one packed array."""

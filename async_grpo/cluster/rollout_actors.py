@@ -319,6 +319,7 @@ class ActorManager:
             device=spec.device,
             cores=slot.where.cores,
             partials=spec.partials,
+            actors=len(self._slots),
         )
         slot.engine = self._processes[actor_id] = RemoteEngine(
             actor_id,

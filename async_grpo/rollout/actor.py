@@ -53,7 +53,10 @@ from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
-HEARTBEAT_S = 0.5
+HEARTBEAT_S, HEARTBEATS_PER_S = 0.5, 250.0
+"""Between two reports of an actor that asks for nothing, and the most of them that the queue's
+process gets from all actors together.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,13 @@ class RolloutActor:
         device: str,
         cores: Sequence[int],
         partials: str | None = None,
+        actors: int = 1,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
-        continue them.
+        continue them. actors: how many there are, about.
         """
         self.actor_id = actor_id
+        self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._config, self._queue = config, queue
         self._model_dir, self._device = model_dir, device
         self._cores = set(cores)
@@ -195,7 +200,7 @@ class RolloutActor:
         try:
             while not (self._draining and not self._groups):
                 want = 0 if self._draining or self._resting else self._room()
-                if want or time.monotonic() - polled > HEARTBEAT_S:
+                if want or time.monotonic() - polled > self._heartbeat_s:
                     polled = time.monotonic()
                     tickets = await self._acquire(want)
                     if tickets is None:
@@ -328,7 +333,7 @@ class RolloutActor:
         return await self._queue.acquire(self.actor_id, version, list(self._groups), want, report)
 
     def _due_report(self) -> ActorReport | None:
-        return self._report() if self._time.is_due(HEARTBEAT_S) else None
+        return self._report() if self._time.is_due(self._heartbeat_s) else None
 
     def _report(self) -> ActorReport:
         engine, speeds = self.parts.engine, self.parts.engine.speeds | self.parts.verifiers.spent

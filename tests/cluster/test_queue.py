@@ -8,6 +8,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,38 @@ async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_th
     await asyncio.sleep(0.05)
     await queue.call("close")
     assert await asyncio.wait_for(waiting, 10) is None
+
+
+async def test_who_waits_for_a_ticket_asks_again_as_soon_as_another_version_is_live(
+    queue, monkeypatch
+):
+    """However rarely it looks for tickets: it gets none before it serves that version."""
+    monkeypatch.setattr(queue_module, "TICKET_POLL_S", 60.0)
+    tickets = await queue.acquire("a", 0, [], 2)
+    waiting = [asyncio.create_task(queue.acquire(name, 0, [], 1)) for name in "bcd"]
+    await asyncio.sleep(0.05)
+    assert not any(call.done() for call in waiting)
+    await queue.call("put", "a", [frame_of(ticket) for ticket in tickets])
+    assert await queue.next_batch(1) is not None
+    await queue.call("live", 1)
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [[], [], []]
+
+
+async def test_the_more_actors_wait_the_longer_each_does(queue, monkeypatch):
+    monkeypatch.setattr(queue_module, "TICKET_PATIENCE_S", 0.01)
+    monkeypatch.setattr(queue_module, "TICKET_CALLS_PER_S", 10.0)
+    await queue.acquire("a", 0, [], 2)
+    took = []
+
+    async def wait(name: str) -> None:
+        began = time.monotonic()
+        assert await queue.acquire(name, 0, [], 1) == []
+        took.append(time.monotonic() - began)
+
+    await asyncio.gather(*map(wait, "bcdef"))
+    assert [round(10 * seconds) >= place for place, seconds in enumerate(sorted(took), 1)] == [
+        True
+    ] * 5
 
 
 async def test_an_error_of_opening_is_raised_by_every_call(monkeypatch, tmp_path):

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from async_grpo.config.load import load_config
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
+from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import CountedRequests, EngineError
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import GroupTicket
@@ -226,6 +228,18 @@ def test_long_responses_hold_their_own_places_only() -> None:
     assert none == 0 and most == 9, (
         "groups without an open response are being verified: there are no more of them than places"
     )
+
+
+def test_the_more_actors_there_are_the_more_rarely_each_reports() -> None:
+    """Together they report at most 250 times a second, and no actor more often than twice."""
+
+    config = load_config("configs/quickstart.yaml")
+
+    def interval(actors: int) -> float:
+        place = {"queue": None, "model_dir": "m", "device": "cpu", "cores": ()}
+        return RolloutActor(config, actor_id="a", actors=actors, **place)._heartbeat_s
+
+    assert [interval(actors) for actors in (1, 125, 1_000)] == [0.5, 0.5, 4.0]
 
 
 def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
