@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import string
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,8 @@ class Tails:
     fingerprint = "tails-1"
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        """There are no options."""
+        """Options: `seconds` that the verifier takes for a response."""
+        self._seconds = float(settings.options.get("seconds", 0.0))
 
     def __len__(self) -> int:
         return TRAIN_PROBLEMS
@@ -121,6 +123,7 @@ class Tails:
         return []
 
     def score(self, response: str, reference: Any) -> Score:
+        time.sleep(self._seconds)
         right = float(zlib.crc32(response.encode()) & 1)
         return Score({"correct": right}, right)
 

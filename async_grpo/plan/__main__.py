@@ -86,6 +86,7 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
         record = json.loads(path.read_text(encoding="utf-8"))
         measured = Measured.of(record["measured"])
         places = config.cluster.engine.max_num_seqs or int(record["places"])
+        cores = record.get("cores") if actors is None else None  # others bring their own
         actors = actors or config.cluster.rollout_actors.max or int(record["actors"])
     except OSError as error:
         raise SetupError(
@@ -94,7 +95,8 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is no measurement of a run: {error}") from error
-    return Workload.of(config, measured, max_num_seqs=places, actors=actors), path.parent
+    joined = Workload.of(config, measured, max_num_seqs=places, actors=actors, cores=cores)
+    return joined, path.parent
 
 
 def simulated_figures(work: Workload) -> dict[str, float]:

@@ -23,7 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.plan.advice import predict
 from async_grpo.plan.measure import Meter, relative_errors
 from async_grpo.plan.rehearsal import Prediction, Rehearsal
-from async_grpo.plan.workload import CPU_CONTENTION, Measured, Workload
+from async_grpo.plan.workload import CPU_CONTENTION, Measured, Workload, crowding
 
 NAME = "plan.json"
 PROBE, EVERY = 20, 100
@@ -74,6 +74,7 @@ class Forecast:
         self._error: Callable[[str], None] | None = error
         shares = cores is None or cores < config.learner.ranks + 1
         self._contention = 1.0 if shares else CPU_CONTENTION
+        self._cores = cores
         self._kind, self._step = kind(config), 0
         self._all = self._meter(WARM + config.replay.max_staleness)
         self._after = self._all
@@ -148,6 +149,7 @@ class Forecast:
             "measured": measured.plain(),
             "places": self._seqs,
             "actors": self._actors,
+            "cores": self._cores,
             "source": self.source,
             "predicted": None if self._predicted is None else asdict(self._predicted),
             "found": self._found(),
@@ -163,16 +165,20 @@ class Forecast:
                 self._error = None
 
     def _meter(self, skip: int) -> Meter:
-        config = self._config
         return Meter(
-            skip=skip, batch=config.rollout.rollout_batch_size, contention=self._contention
+            skip=skip,
+            batch=self._config.rollout.rollout_batch_size,
+            contention=self._contention,
+            crowd=crowding(self._actors, self._config.learner.ranks, self._cores),
         )
 
     def _measured(self) -> Measured | None:
         return self._all.measured(every_steps=self._config.weight_sync.every_steps)
 
     def _workload(self, measured: Measured) -> Workload:
-        return Workload.of(self._config, measured, max_num_seqs=self._seqs, actors=self._actors)
+        return Workload.of(
+            self._config, measured, max_num_seqs=self._seqs, actors=self._actors, cores=self._cores
+        )
 
     def _predict(self, measured: Measured, source: str) -> None:
         self._predicted, self.source = predict(self._workload(measured)), source

@@ -32,10 +32,11 @@ STEP = (
 
 class Meter:
     """Measures a run. skip: steps at its beginning that do not count; batch: groups of a learner
-    step; contention: `Measured.contention`.
+    step; contention, crowd: as in `Measured`.
     """
 
-    def __init__(self, *, skip: int, batch: int, contention: float) -> None:
+    def __init__(self, *, skip: int, batch: int, contention: float, crowd: float = 1.0) -> None:
+        self._crowd = crowd
         self._skip, self._batch = skip, batch
         self._contention = contention
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=KEPT_GROUPS)
@@ -101,6 +102,7 @@ class Meter:
             verify_s=means["rollout/verifier_s"],
             delay_s=means["rollout/environment_s"],
             contention=self._contention,
+            crowd=self._crowd,
         )
 
 

@@ -55,6 +55,8 @@ class Measured:
     """What a group takes besides generation and verifiers: calls, environments, polling."""
     contention: float = 1.0
     """How much longer learner steps take while engines generate."""
+    crowd: float = 1.0
+    """Engines and learner ranks for each core that they share; 1 where each has its own."""
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -85,6 +87,7 @@ _NUMBERS = (
     "verify_s",
     "delay_s",
     "contention",
+    "crowd",
 )
 
 
@@ -118,15 +121,24 @@ class Workload:
 
     @classmethod
     def of(
-        cls, config: Config, measured: Measured, *, max_num_seqs: int, actors: int | None = None
+        cls,
+        config: Config,
+        measured: Measured,
+        *,
+        max_num_seqs: int,
+        actors: int | None = None,
+        cores: int | None = None,
     ) -> Workload:
         """Join a configuration with a measurement of the same model and task. max_num_seqs: of an
-        engine; actors: instead of the configured ones.
+        engine; actors: instead of the configured ones; cores: that engines and learner ranks share,
+        None where models run on GPUs.
         """
         rollout, replay = config.rollout, config.replay
         responses = rollout.group_size + config.algorithm.has_baseline
         group = mean(sum(one) / len(one) for one in measured.lengths) * responses
         scale = rollout.rollout_batch_size * group / measured.step_tokens
+        actors = actors or config.cluster.rollout_actors.max or config.cluster.rollout_actors.min
+        crowd = crowding(actors, config.learner.ranks, cores) / measured.crowd
         return cls(
             batch=rollout.rollout_batch_size,
             responses=responses,
@@ -134,12 +146,12 @@ class Workload:
             every_steps=config.weight_sync.every_steps,
             outstanding=None if replay.outstanding == "auto" else config.max_outstanding,
             on_stale=replay.on_stale,
-            actors=actors or config.cluster.rollout_actors.max or config.cluster.rollout_actors.min,
+            actors=actors,
             places=max_num_seqs,
             verifiers=config.task.verifier.workers,
             lengths=_of_size(measured.lengths, responses),
-            speed=Speed(measured.curve),
-            learner_s=measured.learner_s * scale,
+            speed=Speed(tuple((count, total / crowd) for count, total in measured.curve)),
+            learner_s=measured.learner_s * scale * crowd,
             contention=measured.contention,
             publish_s=measured.publish_s,
             exposed_s=measured.exposed_s,
@@ -175,6 +187,11 @@ class Workload:
         }
         ranks = advice.get("learner.ranks", 1.0)
         return replace(self, learner_s=self.learner_s / ranks, **changed)
+
+
+def crowding(actors: int, ranks: int, cores: int | None) -> float:
+    """Count the engines and learner ranks for each core that they share; at least 1."""
+    return 1.0 if cores is None else max(1.0, (actors + ranks) / cores)
 
 
 def mean(values: Any) -> float:

@@ -264,6 +264,7 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
         Measured.of(record["measured"]),
         max_num_seqs=max_num_seqs(config, device=device) or int(record["places"]),
         actors=len(placement.engines),
+        cores=record.get("cores"),
     )
     now = predict(work)
     change = one_change(work, now)

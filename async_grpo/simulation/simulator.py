@@ -34,7 +34,10 @@ from async_grpo.simulation.witness import Witness
 from async_grpo.wire.codec import unpack_frames
 
 MAX_EVENTS = 300_000
-"""A run is stuck after this many events without a learner step."""
+A_GROUP = 1_000
+"""A run is stuck after so many events, and so many for each group of a batch, without a learner
+step.
+"""
 
 MEMORY = Path("/dev/shm")
 """Where journals are kept if it exists: a thousand schedules should not wait for a disk."""
@@ -89,7 +92,7 @@ class Simulation:
         """Simulate the whole run. Raises AssertionError where the queue breaks a rule or stops."""
         self.producers.start_all()
         self.time.switch("starved")
-        events = 0
+        events, patience_s = 0, self.scenario.patience_s
         while not self.ended:
             self.now, _, generation, call, arguments = heapq.heappop(self.events)
             if generation != self.generation:
@@ -105,7 +108,8 @@ class Simulation:
             if self.checked:
                 self.witness.ledger(await self.queue.counts())
             events = 0 if self.progress_at == self.now else events + 1
-            if self.now - self.progress_at > self.scenario.patience_s or events > MAX_EVENTS:
+            most = MAX_EVENTS + A_GROUP * self.scenario.rollout_batch_size
+            if self.now - self.progress_at > patience_s or events > most:
                 raise AssertionError(
                     f"stuck at step {self.step + 1} since {self.progress_at:.1f} s, now "
                     f"{self.now:.1f} s"

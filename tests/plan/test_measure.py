@@ -103,6 +103,7 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
         exposed_s=0.0625,
         pause_s=0.03125,
         contention=1.25,
+        crowd=1.5,
     )
     config = load_config(
         "configs/quickstart.yaml",
@@ -116,7 +117,11 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
             "task.verifier.workers=3",
         ],
     )
-    found = Workload.of(config, measured, max_num_seqs=24, actors=5)
+    found = Workload.of(config, measured, max_num_seqs=24, actors=5, cores=4)
+    fewer = Workload.of(config, measured, max_num_seqs=24, actors=8, cores=4)
+    assert fewer.learner_s == pytest.approx(1.5 * found.learner_s)
+    assert fewer.speed.total(8) == pytest.approx(40.0 / 1.5)
+    assert Workload.of(config, measured, max_num_seqs=24).speed.total(8) == pytest.approx(60.0)
     assert found.lengths == ((10, 20, 10, 20), (30, 40, 30, 40))
     assert found.learner_s == pytest.approx(2.0 * 16 * 100 / 400)
     assert (found.batch, found.responses, found.max_staleness, found.every_steps) == (16, 4, 3, 2)

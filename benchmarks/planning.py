@@ -1,0 +1,197 @@
+"""How good the planner is: `python -m benchmarks.planning [--runs 3] [--out FILE] [--docs FILE]`.
+
+Real runs of the long-tail workload (`benchmarks/tails.yaml`, 14M) and of the quickstart, with
+bounds from 0 to 4, two engines, and a slow verifier. Each workload is measured once, by the median
+run with `max_staleness: 1` and one engine; the others are predicted from that measurement, by the
+rehearsal and by the simulator, and compared with what came: medians of `--runs` runs each. Runs
+take turns, so that a slow hour of the machine meets all of them. Give it a machine of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.load import load_config
+from async_grpo.plan.__main__ import simulated_figures, workload
+from async_grpo.plan.advice import predict
+from benchmarks.machine import machine
+from benchmarks.tables import aim, write_docs
+from benchmarks.tails import MODELS
+from benchmarks.throughput_run import measured
+
+VERIFY_S = 0.12
+"""Of the slow verifier, for a response: a batch of 64 takes 7.7 s, longer than a learner step."""
+CLOSE, POINTS = 0.10, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration. skip: learner steps at its beginning that do not count."""
+
+    name: str
+    config: str
+    settings: tuple[str, ...]
+    steps: int
+    skip: int
+    fitted: bool = False
+    """Whether the others of its workload are predicted from it."""
+    verify_s: float | None = None
+
+
+def tails(bound: int, *settings: str, **facts: Any) -> Case:
+    """The long-tail workload."""
+    name = ", ".join([f"tails, K = {bound}", *facts.pop("words", ())])
+    all_settings = (f"replay.max_staleness={bound}", *settings)
+    return Case(name, "benchmarks/tails.yaml", all_settings, 40, 8, **facts)
+
+
+def quickstart(bound: int, **facts: Any) -> Case:
+    """The quickstart."""
+    settings = (f"replay.max_staleness={bound}", "rollout.seeded=off")
+    return Case(f"quickstart, K = {bound}", "configs/quickstart.yaml", settings, 90, 30, **facts)
+
+
+CASES = (
+    tails(0),
+    tails(1, fitted=True),
+    tails(2),
+    tails(4),
+    tails(1, "cluster.rollout_actors={min: 2, max: 2}", words=("two engines",)),
+    tails(1, f"task.options={{seconds: {VERIFY_S}}}", words=("slow verifier",), verify_s=VERIFY_S),
+    quickstart(0),
+    quickstart(1, fitted=True),
+    quickstart(2),
+)
+
+
+def run(case: Case, directory: Path, *, model: str) -> dict[str, Any]:
+    """Run a case: throughput, idle, lag, and what it measured of itself."""
+    shutil.rmtree(directory, ignore_errors=True)
+    settings = [*case.settings, f"run.dir={directory}", f"run.total_steps={case.steps}"]
+    settings += ["evaluation.before=false", "evaluation.max_samples=1"]
+    if case.config.startswith("benchmarks"):
+        settings.append(f"model.path={model}")
+    command = ["async_grpo.run", case.config, *settings]
+    row = measured(command, directory, skip=case.skip, last=case.steps - 1)
+    return {
+        "tokens_per_s": row["tokens"] / row["seconds"],
+        "idle": row["shares"]["learner/starved"],
+        "lag_mean": row["lag_mean"],
+        "plan": json.loads((directory / "plan.json").read_text(encoding="utf-8")),
+    }
+
+
+def compare(case: Case, found: dict[str, float], source: Path, *, model: str) -> dict[str, Any]:
+    """Predict a case from a measurement, both ways."""
+    settings = [*case.settings, f"run.total_steps={case.steps}"]
+    if case.config.startswith("benchmarks"):
+        settings.append(f"model.path={model}")
+    work, _ = workload(load_config(case.config, settings), source, actors=None)
+    if case.verify_s is not None:
+        work = replace(work, verify_s=case.verify_s)
+    planned, simulated = predict(work), simulated_figures(work)
+    return {
+        "case": case.name,
+        "fitted": case.fitted,
+        "found": found,
+        "planned": {name: getattr(planned, name) for name in found},
+        "simulated": {name: simulated[name] for name in found},
+    }
+
+
+def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
+    """Lines for a person."""
+    lines = [
+        f"{machine()}. Medians of {runs} runs; measured / planned / simulated.",
+        "",
+        "| configuration | tokens/s | learner idle | mean lag |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        both = [row[name] for name in ("found", "planned", "simulated")]
+        mark = " (measured for the others)" if row["fitted"] else ""
+        cells = " | ".join(
+            " / ".join(f"{one[name]:{digits}}" for one in both)
+            for name, digits in (("tokens_per_s", ",.0f"), ("idle", ".1%"), ("lag_mean", ".2f"))
+        )
+        lines.append(f"| {row['case']}{mark} | {cells} |")
+    lines += ["", "| aim | figure | |", "|---|---|---|"]
+    for way in ("planned", "simulated"):
+        far = [
+            (
+                abs(row[way]["tokens_per_s"] / row["found"]["tokens_per_s"] - 1),
+                abs(row[way]["lag_mean"] - row["found"]["lag_mean"])
+                / max(row["found"]["lag_mean"], 0.1),
+                abs(row[way]["idle"] - row["found"]["idle"]),
+            )
+            for row in rows
+        ]
+        throughput, lag, idle = (max(values) for values in zip(*far, strict=True))
+        lines.append(
+            aim(
+                f"{way}: throughput and lag within 10 %, idle within 5 points",
+                f"at worst {throughput:.0%}, {lag:.0%} and {100 * idle:.0f} points",
+                met=max(throughput, lag) <= CLOSE and idle <= POINTS,
+            )
+        )
+    return lines
+
+
+def median(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Take the median of each figure."""
+    return {
+        name: statistics.median(one[name] for one in runs)
+        for name in ("tokens_per_s", "idle", "lag_mean")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning", description="The planner against real runs."
+    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--model", default="14M", choices=sorted(MODELS))
+    parser.add_argument("--only", nargs="+", help="parts of names of the cases")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
+    arguments = parser.parse_args()
+    cases = [
+        case
+        for case in CASES
+        if not arguments.only or case.fitted or any(part in case.name for part in arguments.only)
+    ]
+    with tempfile.TemporaryDirectory(prefix="planning-") as folder:
+        home = Path(folder)
+        model = MODELS[arguments.model].write(home / "model")
+        found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
+        for _ in range(arguments.runs):
+            for number, case in enumerate(cases):
+                found[case.name].append(run(case, home / f"case-{number}", model=model))
+                print(case.name, median(found[case.name][-1:]), flush=True)
+        sources = {}
+        for case in (case for case in cases if case.fitted):
+            runs = sorted(found[case.name], key=lambda one: one["tokens_per_s"])
+            sources[case.config] = home / f"plan-{len(sources)}.json"
+            sources[case.config].write_text(json.dumps(runs[len(runs) // 2]["plan"]))
+        rows = [
+            compare(case, median(found[case.name]), sources[case.config], model=model)
+            for case in cases
+        ]
+    lines = table(rows, arguments.runs)
+    print("\n".join(lines))
+    if arguments.docs is not None:
+        write_docs(arguments.docs, lines, benchmark="planning")
+    if arguments.out is not None:
+        record = {"machine": machine(), "rows": rows, "runs": found}
+        arguments.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
