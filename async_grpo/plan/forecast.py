@@ -94,13 +94,13 @@ class Forecast:
     def observe(
         self, metrics: Mapping[str, float], lengths: Iterable[tuple[int, ...]]
     ) -> dict[str, float]:
-        """Take a learner step; return the prediction as metrics when it is made here."""
+        """Take a learner step; return the prediction as metrics, once."""
         lengths = list(lengths)
         self._all.observe(metrics, lengths)
         if self._after is not self._all:
             self._after.observe(metrics, lengths)
         self._step += 1
-        out: dict[str, float] = {}
+        out = self.metrics() if self._step == 1 else {}
         if self._predicted is None and self._all.steps >= PROBE:
             found = self._measured()
             if found is not None:

@@ -76,8 +76,8 @@ def test_a_run_of_the_same_kind_is_remembered(tmp_path: Path) -> None:
     again = forecast(tmp_path / "again", "replay.max_staleness=4", "rollout.rollout_batch_size=14")
     assert again.source == str(tmp_path / "new") and again.predicted is not None
     assert set(again.metrics()) and not again.errors(), "nothing came yet"
-    for line in lines(60):
-        assert not again.observe(line, GROUPS), "it was made before"
+    told = [again.observe(line, GROUPS) for line in lines(60)]
+    assert told[0] == again.metrics() and not any(told[1:])
     assert again.errors()
     beside = list(measured_beside(config(tmp_path / "x"), tmp_path / "x"))
     assert [path.parent.name for path in beside] == ["new", "old"]
