@@ -48,6 +48,7 @@ SYSTEM = (
     "tests/learner/test_checkpoint.py",
     "tests/observe/test_bottleneck.py",
     "tests/replay/test_outstanding.py",
+    "tests/plan/test_rehearsal.py",
     "tests/test_session.py",
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the

@@ -23,7 +23,10 @@ from async_grpo.learner.attention import heads_of
 VOCABULARY, WINDOW, CHUNK, EXPERTS = 128, 8, 32, 4
 LARGEST = 400_000_000
 """Parameters of a copy, at most; a larger one would take seconds and gigabytes."""
-_WINDOW = re.compile(r"(^|_)(window|window_size|sliding_window)$")
+_WINDOW = re.compile(r"(^|_)(?<!keep_)(window|window_size|sliding_window)$")
+"""Of neighbours. A `keep_window_size` is how many keys are chosen by their values: between two that
+are nearly alike rounding decides, so that a copy that has to choose is never exact everywhere.
+"""
 _CHUNK = re.compile(r"(^|_)chunk_size$")
 _EXPERTS = re.compile(r"(^|_)(num_|n_|num_local_|n_routed_|moe_num_)(local_|routed_)?experts$")
 _FEWER = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}

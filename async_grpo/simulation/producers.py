@@ -189,7 +189,7 @@ class Producers:
             run.seen["lost_reply"] += 1
         else:
             self._begin(actor, tickets)
-        actor.refused = not tickets and not run.checked
+        actor.refused = room > 0 and not tickets and not run.checked
         if room or tickets:
             self.poll_soon(actor, self.scenario.poll_s * run.between(0.5, 1.5))
 
@@ -197,7 +197,7 @@ class Producers:
         """Let those ask again who got no ticket: some may have become free."""
         for actor in [one for one in self.actors.values() if one.refused]:
             actor.refused = False
-            self.poll_soon(actor, self._run.between(0.0, 0.05))
+            self.poll_soon(actor, self._run.between(0.0, 0.01))
 
     def _begin(self, actor: Actor, tickets: list[GroupTicket]) -> None:
         run, scenario = self._run, self.scenario

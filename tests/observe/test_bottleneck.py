@@ -51,8 +51,10 @@ CASES = {
 }
 
 
-def verdict_on(scenario: Scenario, *, gain: Gain | None = None) -> Bottleneck:
-    lines = simulate(scenario, checked=False).lines[SKIPPED - 1 : -SKIPPED]
+def verdict_on(
+    scenario: Scenario, *, gain: Gain | None = None, checked: bool = False
+) -> Bottleneck:
+    lines = simulate(scenario, checked=checked).lines[SKIPPED - 1 : -SKIPPED]
     observer = BottleneckWatch(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0, gain=gain)
     *before, verdict = [observer.observe(line) for line in lines]
     assert not any(before) and verdict is not None
@@ -122,7 +124,7 @@ def test_a_larger_bound_is_no_advice_while_fewer_groups_are_outstanding_than_it_
 
 
 def test_a_run_whose_learner_and_engines_are_both_busy_is_balanced() -> None:
-    verdict = verdict_on(replace(BASE, actors=4, learner_s=0.5))
+    verdict = verdict_on(replace(BASE, actors=4, learner_s=0.5), checked=True)
     assert (verdict.kind, verdict.advice, verdict.predicted_gain) == ("balanced", {}, 0.0), (
         verdict.text
     )

@@ -43,6 +43,8 @@ class Parts:
     def __init__(self) -> None:
         self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]
         self.sampled: Counter[str] = Counter()
+        self.speeds: dict[str, float] = {}
+        self.spent: dict[str, float] = {}
         self.seen: list[Any] = []
         self.answered = 0
 
