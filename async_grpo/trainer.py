@@ -444,6 +444,7 @@ class Trainer:
         self._connection, self._started = None, False
         orderly = status != "FAILED"
         try:
+            self._end_forecast()
             if self._thread.is_alive():
                 try:
                     self._finish_saving(failed=not orderly)
@@ -462,6 +463,13 @@ class Trainer:
             self._lock.release()
             self.console.stopped(status)
 
+    def _end_forecast(self) -> None:
+        """Record what the run came to, and how far that is from what was expected of it."""
+        if self.forecast is not None and self._log.tracker is not None:
+            self.forecast.write()
+            if errors := self.forecast.errors():
+                self._log.logged(self._log.newest_step, errors)
+
     def _conclude(
         self, status: Status, ending: tuple[int, str] | None, *, report: bool = True
     ) -> None:
@@ -470,9 +478,6 @@ class Trainer:
         self._log.gauges = None
         if tracker is None:
             return
-        if self.forecast is not None:
-            self.forecast.write()
-            tracker.log(self._log.newest_step, self.forecast.errors())
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience
         self.console.stopped(status) if ending is None else self.console.end(*ending)
         if report:
