@@ -20,6 +20,7 @@ class StandIn:
         device: str,
         cores: Any,
         partials: Any = None,
+        actors: int = 1,
     ) -> None:
         self.actor_id, self._over = actor_id, asyncio.Event()
 
