@@ -444,10 +444,10 @@ class Trainer:
         self._connection, self._started = None, False
         orderly = status != "FAILED"
         try:
-            self._end_forecast()
             if self._thread.is_alive():
                 try:
                     self._finish_saving(failed=not orderly)
+                    self._end_forecast()
                 finally:
                     if running is not None:
                         self._run(running.stop(orderly=orderly))

@@ -17,7 +17,8 @@ from async_grpo.observe.tracking import shown
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 NAME = re.compile(
-    "(?:train|rollout|replay|time|weights|eval|cluster|checkpoint|tracking|goodput|plan)(?:/[a-z0-9_]+)+"
+    "(?:train|rollout|replay|time|weights|eval|cluster|checkpoint|tracking|goodput|plan)"
+    "(?:/[a-z0-9_]+)+"
 )
 UNTRACKED = {
     "weights/self_check_error",  # printed at the start
