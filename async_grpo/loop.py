@@ -68,8 +68,10 @@ class TrainingLearner(Protocol):
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         """Start a step: every rank fetches its rows. Token KL per row, if the reward needs it."""
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
-        """Tell every rank what the rows are worth."""
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
+        """Tell every rank what the rows are worth, and the factor of the learning rate."""
 
     async def update(self, index: int) -> None:
         """Make one optimizer step."""
@@ -282,12 +284,13 @@ class Loop:
         plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
         kl_sums = await self._learner.begin(plans)
         values, metrics = self._row_math.values(batch, kl_sums)
-        await self._learner.assign(values, kl_coef)
+        await self._learner.assign(values, kl_coef, self._row_math.lr_factor)
         for index in range(len(plans[0].updates)):
             await self._learner.update(index)
         sums = MetricSums()
         for rank in await self._learner.end():
             sums.merge(MetricSums.from_wire(rank))
+        self._row_math.trained(sums.means())
         return sums, metrics
 
     async def _take(self, step: int, *, stoppable: bool = True) -> Batch:

@@ -15,8 +15,8 @@ An episode is one row of these numbers: rows of one that forked are joined befor
 value and weight afterwards.
 
 Invariants: groups are filtered and normalised whole; what lasts from step to step (running reward
-statistics, the adaptive KL coefficient) changes in `values`, once per learner step in the order of
-consumption, and is part of the checkpoint.
+statistics, the adaptive KL coefficient) changes in `values`, and the factor of the learning rate in
+`trained`, once per learner step in the order of consumption; both are part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from async_grpo.algo.kl import AdaptiveKL
 from async_grpo.algo.metrics import lag_bucket
 from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
 from async_grpo.algo.rewards import Shaping, score
+from async_grpo.algo.settling import SettlingRate
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
 from async_grpo.config.schema import Config
 from async_grpo.groups import Batch, GroupMeta, RowMeta, joined
@@ -71,6 +72,9 @@ class RowMath:
         known = state.get("kl_coef") if control.type == "adaptive" else None
         coef = control.kl_coef if known is None else known
         self._adaptive = AdaptiveKL(coef=coef, target=control.target_kl, horizon=control.horizon)
+        settles = config.learner.schedule == "settle"
+        bound = config.replay.max_staleness
+        self._rate = SettlingRate(bound, state.get("rate")) if settles else None
 
     @property
     def kl_coef(self) -> float:
@@ -79,7 +83,18 @@ class RowMath:
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers from which another RowMath continues."""
-        return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
+        rate = {} if self._rate is None else {"rate": self._rate.to_dict()}
+        return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef, **rate}
+
+    @property
+    def lr_factor(self) -> float:
+        """Return what the learning rate of the next step is multiplied by."""
+        return 1.0 if self._rate is None else self._rate.factor
+
+    def trained(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step that was trained; `learner.schedule: settle` goes by them."""
+        if self._rate is not None and "train/ess" in metrics:  # absent where no token is trained
+            self._rate.update(metrics["train/ess"])
 
     def plans(self, batch: Batch) -> list[RankPlan]:
         """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""

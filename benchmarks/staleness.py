@@ -163,7 +163,9 @@ SMOKE = Scale(
 )
 
 
-def config_of(setting: str, job: Job | None, scale: Scale, directory: str) -> Config:
+def config_of(
+    setting: str, job: Job | None, scale: Scale, directory: str, *, schedule: str = "linear"
+) -> Config:
     """The quickstart with the task and model of a setting, and the loss, lag and learning rate of a
     job.
     """
@@ -171,7 +173,7 @@ def config_of(setting: str, job: Job | None, scale: Scale, directory: str) -> Co
     config = load_config(ROOT / "configs" / "quickstart.yaml").model_dump()
     config["run"] |= {"name": "staleness", "dir": directory, "total_steps": scale.steps}
     config["rollout"]["rollout_batch_size"] = scale.batch
-    config["learner"] |= {"ppo_mini_batch_size": scale.batch // 2, "schedule": "linear"}
+    config["learner"] |= {"ppo_mini_batch_size": scale.batch // 2, "schedule": schedule}
     config["evaluation"] |= {"max_samples": scale.problems, "n": 0}
     config["algorithm"]["clip_schedule"] = {"kind": "constant"}
     config["task"] |= task
@@ -280,6 +282,7 @@ async def work(arguments: argparse.Namespace, scale: Scale, directory: str) -> N
             try:
                 config = config_of(job.setting, job, scale, directory)
                 result = await bench.train(config, seed=job.seed)
+                del result["rates"]  # the schedule says them
             except NonFinite as error:
                 result = {"accuracy": 0.0, "failed": str(error)}
             row = job.__dict__ | {"steps": scale.steps, "batch": scale.batch} | result

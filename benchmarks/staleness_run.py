@@ -83,8 +83,10 @@ class OneRank:
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         return await asyncio.to_thread(self._learner.begin, plans[0])
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
-        self._learner.assign(values, kl_coef)
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
+        self._learner.assign(values, kl_coef, lr_factor)
 
     async def update(self, index: int) -> None:
         await asyncio.to_thread(self._learner.update, index)
@@ -122,13 +124,17 @@ class InStep:
                 if sum(counts[state] for state in ("ready", "training", "trained")) >= wanted:
                     break
                 await asyncio.sleep(WAIT_S)
-            receipt = await self._actor.receive(
-                await asyncio.to_thread(self._sender.stage, self.label(version), verify=False)
-            )
-        if receipt.failure:
-            raise RuntimeError(f"version {version} did not arrive: {receipt.reason}")
+            await self.send(version)
         await self._queue.live(version)
         return 0.0
+
+    async def send(self, version: int) -> None:
+        """Give the engine the learner's weights. Raises RuntimeError."""
+        receipt = await self._actor.receive(
+            await asyncio.to_thread(self._sender.stage, self.label(version), verify=False)
+        )
+        if receipt.failure:
+            raise RuntimeError(f"version {version} did not arrive: {receipt.reason}")
 
     def label(self, version: int) -> str:
         return Version(self._number, version).label
@@ -141,6 +147,25 @@ class InStep:
     async def unpinned(self) -> None: ...
 
     async def settle(self) -> None: ...
+
+
+class Averaged:
+    """A running average of a learner's weights, from those of now."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._weights = [one.detach().clone() for one in learner.engine.module.parameters()]
+
+    def add(self, learner: Learner, decay: float) -> None:
+        """Add the weights of a step."""
+        with torch.no_grad():
+            for average, now in zip(self._weights, learner.engine.module.parameters(), strict=True):
+                average.lerp_(now, 1 - decay)
+
+    def give(self, learner: Learner) -> None:
+        """Give the learner these weights; it trains no further."""
+        with torch.no_grad():
+            for average, now in zip(self._weights, learner.engine.module.parameters(), strict=True):
+                now.copy_(average)
 
 
 class Bench:
@@ -169,19 +194,29 @@ class Bench:
         """Stop them."""
         await self._actor.close()
 
-    async def train(self, config: Config, *, seed: int) -> dict[str, Any]:
+    async def train(
+        self,
+        config: Config,
+        *,
+        seed: int,
+        evaluated: Sequence[int] | None = None,
+        decay: float | None = None,
+    ) -> dict[str, Any]:
         """One run of `run.total_steps` with a lag of `replay.max_staleness`: held-out accuracy
-        before, and three times over the last sixth; its mean over these; the mean probability of
-        the right answers at the end; the lags that were trained; score and effective sample size of
-        every step.
+        before, and after the steps `evaluated` (by default three times over the last sixth); its
+        mean over these; the mean probability of the right answers at the end; the lags that were
+        trained; score, effective sample size and learning rate of every step. decay: also the
+        accuracy of weights averaged over the run, with this decay per step.
         """
         self._runs += 1
         started = time.monotonic()
-        total, scores, ess, evaluations = config.run.total_steps, [], [], []
+        total, scores, ess, rates, evaluations = config.run.total_steps, [], [], [], []
         lags: list[tuple[float, float]] = []
-        evaluated = {total * twelfths // 12 for twelfths in (10, 11)}
+        evaluated = evaluated or [total * twelfths // 12 for twelfths in (10, 11, 12)]
         async with self._system(config, seed=seed) as (loop, publisher, learner):
             await publisher.publish(0)
+            averaged = None if decay is None else Averaged(learner)
+            of_average = {}
             before = await self._accuracy(publisher.label(0))
             producing = asyncio.create_task(self._actor.run())
             try:
@@ -189,14 +224,21 @@ class Bench:
                     metrics = await loop.step()
                     scores.append(round(metrics["rollout/score"], 4))
                     ess.append(round(metrics["train/ess"], 4))
+                    rates.append(metrics["train/lr"])
                     lags.append((metrics["train/lag_mean"], metrics["train/lag_max"]))
-                    if step in evaluated:
+                    if averaged is not None:
+                        averaged.add(learner, decay)
+                    if step in evaluated and step < total:
                         evaluations.append(await self._accuracy(publisher.label(step)))
             finally:
                 await self._switch.queue.close()
                 await asyncio.wait_for(producing, STEP_TIMEOUT_S)
             evaluations.append(await self._accuracy(publisher.label(total)))
             probability = await asyncio.to_thread(self._probability, learner)
+            if averaged is not None:
+                averaged.give(learner)
+                await publisher.send(total + 1)
+                of_average = {"averaged": await self._accuracy(publisher.label(total + 1))}
         full = lags[config.replay.max_staleness :] or [(float("nan"),) * 2]
         return {
             "before": before,
@@ -207,6 +249,8 @@ class Bench:
             "lag_max": max(most for _, most in lags),
             "scores": scores,
             "ess": ess,
+            "rates": rates,
+            **of_average,
             "seconds": round(time.monotonic() - started, 1),
         }
 

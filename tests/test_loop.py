@@ -189,9 +189,12 @@ class Fakes:
         empty_answers: int = 0,
         lags: bool = True,
         publishes: bool = True,
+        row_state: dict[str, Any] | None = None,
     ) -> None:
         self.events: list[str] = []
         self.plans: list[RankPlan] = []
+        self.factors: list[float] = []
+        self.ess: float | None = None
         self.listener = RecordingListener()
         self.logged = self.listener.metrics
         self.empty_answers, self.lags = empty_answers, lags
@@ -206,6 +209,7 @@ class Fakes:
             total_steps=9,
             steps_done=steps_done,
             listener=self.listener,
+            row_state=row_state,
         )
 
     async def get_batch(self, step: int) -> Batch | None:
@@ -225,8 +229,11 @@ class Fakes:
             await self.training.wait()
         return {}
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
         self.events.append("assign")
+        self.factors.append(lr_factor)
 
     async def update(self, index: int) -> None:
         self.events.append(f"update {index}")
@@ -237,6 +244,8 @@ class Fakes:
         other = {"sums": {"train/lag_mean": [1.0, 4.0]}, "lows": {}}
         if not self.lags:
             return [{"sums": {}, "highs": {}, "lows": {}}]
+        if self.ess is not None:
+            lags["sums"]["train/ess"] = [self.ess, 1.0]
         return [lags | {"highs": {"train/lag_max": 2.0}}, other | {"highs": {"train/lag_max": 1.0}}]
 
     async def publish(self, version: int) -> float:
@@ -380,6 +389,28 @@ def test_recorded_steps_are_repeated_compared_and_not_published(publishes: bool)
         if publishes:
             await run.loop.publish_newest()
             assert "publish 5" not in run.events, "its version was published before"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("schedule", ["settle", "constant", "linear"])
+def test_a_rate_that_settles_goes_by_the_effective_sample_size(schedule: str) -> None:
+    settings = config(schedule=schedule)
+
+    async def steps(run: Fakes, count: int) -> list[float]:
+        for _ in range(count):
+            run.ess = 0.8 if run.loop.steps_done < 40 else 0.999
+            await run.loop.step()
+        return run.factors
+
+    async def scenario() -> None:
+        whole = await steps(Fakes(settings), 60)
+        expected = [1.0] * 34 + [0.5] * 26 if schedule == "settle" else [1.0] * 60
+        assert whole == expected, "2 steps until data is old, two blocks of 16, then it comes back"
+        first = Fakes(settings)
+        factors = await steps(first, 20)
+        second = Fakes(settings, steps_done=20, row_state=first.loop.row_state())
+        assert factors + await steps(second, 40) == whole, "it goes on from a checkpoint"
 
     asyncio.run(scenario())
 

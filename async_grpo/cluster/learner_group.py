@@ -114,9 +114,11 @@ class LearnerGroup:
         sums = await self._each("call", [("begin", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
         """Give every rank the values of the rows."""
-        await self._all("call", "assign", values, kl_coef)
+        await self._all("call", "assign", values, kl_coef, lr_factor)
 
     async def update(self, index: int) -> None:
         """Make one optimizer step."""

@@ -21,7 +21,8 @@ from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
-"""They reach the weights only through a learning rate with a schedule."""
+"""They reach the weights only through a learning rate that falls to an end."""
+_FALLS = frozenset({"linear", "cosine"})
 _SLICED = fixed(
     "with `learner.zero_stage` 3 every rank reads the slices that a rank of the same number wrote"
 )
@@ -114,7 +115,7 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
             continue
         if known[name].section and there is not None and here is not None:
             continue  # its keys are compared
-        trains = mark.trains and not (name in _LENGTH and config.learner.schedule == "constant")
+        trains = mark.trains and (name not in _LENGTH or config.learner.schedule in _FALLS)
         if name == "learner.ranks" and config.learner.zero_stage == 3:
             mark = _SLICED
         changes.all.append(Change(name, there, here, mark, trains))
@@ -125,11 +126,11 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
 def training_digest(config: Config) -> str:
     """Digest of every setting that decides which weights the learner makes of recorded groups."""
     values, known = config.model_dump(mode="json"), settings()
-    constant = config.learner.schedule == "constant"
+    endless = config.learner.schedule not in _FALLS
     parts = {
         name: _at(values, known[name].path)
         for name, mark in marks().items()
-        if mark.trains and not (constant and name in _LENGTH)
+        if mark.trains and not (endless and name in _LENGTH)
     }
     if parts["replay.order"] == known["replay.order"].default:
         del parts["replay.order"]  # as in digests of before it counted

@@ -451,8 +451,11 @@ class LearnerConfig(Section):
     """AdamW's weight decay."""
     warmup_steps: NonNegative = 0
     """Optimizer updates over which the learning rate rises linearly."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, over the run's optimizer updates."""
+    schedule: Literal["constant", "linear", "cosine", "settle"] = "constant"
+    """Course of the learning rate after the warm-up: `linear` and `cosine` fall to 0 over the run's
+    optimizer updates; `settle` needs no known end, it halves the rate while old data keeps the
+    policy swinging.
+    """
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
     gradient_checkpointing: Annotated[bool, FREE] = False

@@ -103,6 +103,7 @@ class Learner:
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
+        self._lr_factor = 1.0
         self._choices: dict[str, Choice] = {}
         self.engine = self._build_policy(model_dir)
         files = file_shapes(model_dir)
@@ -271,14 +272,17 @@ class Learner:
         sums = {key: self._math.reward_kl(row) for key, row in self._rows.items()}
         return {key: sums[key] for key in plan.owned}
 
-    def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+    def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float = 1.0
+    ) -> None:
         """Give the rows of the step their values; between `begin` and the first `update`. kl_coef:
-        of the token KL in the reward.
+        of the token KL in the reward. lr_factor: of the step's learning rate.
         """
         if self._plan is None:
             raise RuntimeError("assign without begin")
         trained = {key: self._rows[key] for key, row in self._plan.rows.items() if row.weight != 0}
         self._math.assign(trained, owned=self._plan.owned, values=values, kl_coef=kl_coef)
+        self._lr_factor = lr_factor
 
     def update(self, index: int) -> None:
         """Make one optimizer step over `plan.updates[index]`. Raises NonFinite on every rank: for a
@@ -400,7 +404,7 @@ class Learner:
     def _step(self) -> float:
         """Step the optimizer and return the learning rate; sets `_grad_norm`, before clipping."""
         settings = self.config.learner
-        lr = learning_rate(
+        lr = self._lr_factor * learning_rate(
             self.updates,
             lr=settings.lr,
             warmup=settings.warmup_steps,

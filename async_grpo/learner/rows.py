@@ -181,13 +181,15 @@ def token_batch(
 
 def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
     """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the
-    schedule, which ends at 0 after `total` updates.
+    schedule; `linear` and `cosine` end at 0 after `total` updates. The factor of `settle` is the
+    driver's.
     """
     if update < warmup:
         return lr * (update + 1) / warmup
     progress = min((update - warmup) / max(total - warmup, 1), 1.0)
     shapes = {
         "constant": 1.0,
+        "settle": 1.0,
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }

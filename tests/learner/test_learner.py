@@ -362,6 +362,7 @@ def test_learning_rate_schedules() -> None:
         return [learning_rate(k, lr=1.0, warmup=2, schedule=schedule, total=6) for k in range(7)]
 
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1]
+    assert rates("settle") == rates("constant"), "its factor comes from the driver"
     assert rates("linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
     assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
 

@@ -76,7 +76,9 @@ class Run:
         self.takes(2.0)
         return {}
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None: ...
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None: ...
 
     async def update(self, index: int) -> None:
         self.takes(1.0)

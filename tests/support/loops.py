@@ -23,6 +23,7 @@ def config(
     timeout_s: float = 5.0,
     epochs: int = 1,
     minibatch: int | None = None,
+    schedule: str = "constant",
     **algorithm: Any,
 ) -> Config:
     return Config.model_validate(
@@ -42,6 +43,7 @@ def config(
                 "ppo_epochs": epochs,
                 "ppo_mini_batch_size": minibatch,
                 "tokens_per_micro_batch": 24,
+                "schedule": schedule,
             },
             "replay": {"max_staleness": 2},
             "weight_sync": {"every_steps": every},

@@ -232,7 +232,9 @@ class Learner:
         self._updates = []
         return {}
 
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
         self.policy.math.assign(self._rows, owned=self._plan.owned, values=values, kl_coef=kl_coef)
 
     async def update(self, index: int) -> None:

@@ -16,6 +16,7 @@ from async_grpo.learner.adapters import restrict
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
+from async_grpo.planning import RowMath
 from tests.support.families import config_of
 from tests.support.learners import (
     Case,
@@ -28,6 +29,8 @@ from tests.support.learners import (
 )
 from tests.support.wiring import Wire, tiny_model, workplace
 
+SWINGS = {"rate": {"factor": 0.5}}
+"""State of a run whose learning rate was halved, if it is of those that settle."""
 GIVEN = {"learner.lr": 1e-2, "rollout.response_length": 24}
 LORA = {"model.lora": {}}
 KL_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
@@ -71,7 +74,8 @@ def trained(config: Config) -> Any:
         )
     try:
         sums = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
-        learner.assign(case.values, 0.1)
+        rate = RowMath(config, {}, SWINGS).lr_factor
+        learner.assign(case.values, 0.1, rate)
         updates = []
         for index in range(2):
             learner.update(index)
@@ -132,6 +136,7 @@ def wires() -> list[Wire]:
         _trained("learner.weight_decay", 0.5),
         _trained("learner.warmup_steps", 4),
         _trained("learner.schedule", "linear"),
+        _trained("learner.schedule", "settle"),
         _trained("learner.grad_clip", 0.01),
         _trained("learner.gradient_checkpointing", True),
         _trained("learner.activation_offload", True, {"learner.gradient_checkpointing": True}),
