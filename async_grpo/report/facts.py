@@ -142,7 +142,7 @@ def swings(data: RunData) -> str:
     return (
         f"The effective sample size does not come back: {1 - missing:.0%} in the third quarter of "
         f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy swings around old data; "
-        "a learning rate that falls (learner.schedule: linear) ends it."
+        "a learning rate that falls (learner.schedule: linear, or settle) ends it."
     )
 
 
