@@ -94,9 +94,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"Held-out greedy accuracy of {STEPS} learner steps at a forced lag, every 20 steps of the "
         f"second half; mean and 95 % interval over {len({row['seed'] for row in rows})} seeds "
         f"({len(rows)} runs). Averaged: weights with a decay of {DECAY} per step, at the end. "
-        "Halved: how often, by the end.",
+        "Rate divided by: at the end, run by run.",
         "",
-        "| loss, lag | schedule | mean | worst of each run | last | averaged | halved |",
+        "| loss, lag | schedule | mean | worst of each run | last | averaged | rate divided by |",
         "|---|---|---|---|---|---|---|",
     ]
     for arm, lag in RATES:
