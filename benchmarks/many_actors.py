@@ -164,7 +164,8 @@ class LoadTest:
         )
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0)
         queue = queue.remote(settings)
-        hold = max(1, settings.capacity * 3 // 5 // ACTORS)
+        # the longest group, 1.5 times the mean, must be over before the bound stops the learner
+        hold = max(1, settings.capacity * 2 // 5 // ACTORS)
         running = [
             clients.run.remote(
                 queue,
@@ -197,22 +198,21 @@ class LoadTest:
         )
         row_math = RowMath(config, {"correct": 1.0})
         pids = [await clients.pid.remote() for clients in self._clients]
-        queue_pid, step, groups = await queue.pid.remote(), 0, 0
+        queue_pid, step = await queue.pid.remote(), 0
         began, before = time.monotonic(), None
         while True:
             now = time.monotonic()
             if before is None and now - began > WARM_S:
                 await self._drain_counts()
-                before, groups = self._times(queue_pid, pids), 0
+                before = self._times(queue_pid, pids)
                 measured_from = now
             if before is not None and now - measured_from > MEASURED_S:
                 break
             if not await self._train(queue, row_math, step + 1):
                 continue
             step += 1
-            groups += load.batch
         seconds, after = time.monotonic() - measured_from, self._times(queue_pid, pids)
-        _, calls, waits = await self._drain_counts()
+        groups, calls, waits = await self._drain_counts()
         queue_cpu, driver_cpu, clients_cpu, all_cpu = (
             (later - earlier) / seconds for earlier, later in zip(before, after, strict=True)
         )

@@ -24,7 +24,9 @@ from benchmarks.queue_actors import Frames, Shape
 
 
 class Client:
-    """One rollout actor of `actors`. hold: groups under way; group_s: mean seconds of each."""
+    """One rollout actor of `actors`. hold: groups under way; group_s: mean seconds of each,
+    which lasts from half to one and a half times as long.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Client:
             task.add_done_callback(self._tasks.discard)
 
     async def _produce(self, ticket: GroupTicket) -> None:
-        await asyncio.sleep(self._random.expovariate(1 / self._group_s))
+        await asyncio.sleep(self._group_s * self._random.uniform(0.5, 1.5))
         frames = self._frames.make([ticket])
         started = time.perf_counter()
         (verdict,) = await self._queue.put(self._name, frames)

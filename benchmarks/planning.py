@@ -31,8 +31,8 @@ VERIFY_S = 0.12
 """Of the slow verifier, for a response: a batch of 64 takes 7.7 s, longer than a learner step."""
 CLOSE, POINTS = 0.10, 0.05
 IDLE, LAG, LOST = 0.015, 2.2, 0.02
-"""What `replay.outstanding: auto` is to keep with a bound of 4: learner idle, mean lag, share of the
-tokens per second that it may cost.
+"""What `replay.outstanding: auto` is to keep with a bound of 4: learner idle, mean lag, and what it
+may cost of the tokens per second.
 """
 AUTO, FIXED = "tails, K = 4", "tails, K = 4, no less outstanding"
 
@@ -158,8 +158,8 @@ def saved(auto: dict[str, float], fixed: dict[str, float]) -> str:
     """What `replay.outstanding: auto` keeps with a bound of 4."""
     share = auto["tokens_per_s"] / fixed["tokens_per_s"]
     return aim(
-        f"K = 4, outstanding auto: idle <= {IDLE:.1%}, mean lag <= {LAG:g}, tokens per second within "
-        f"{LOST:.0%} of all outstanding",
+        f"K = 4, outstanding auto: idle <= {IDLE:.1%}, mean lag <= {LAG:g}, tokens/s within {LOST:.0%} "
+        "of all outstanding",
         f"{auto['idle']:.1%}, {auto['lag_mean']:.2f}, {share:.3f} times",
         met=auto["idle"] <= IDLE and auto["lag_mean"] <= LAG and share >= 1 - LOST,
     )
