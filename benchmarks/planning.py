@@ -158,8 +158,8 @@ def saved(auto: dict[str, float], fixed: dict[str, float]) -> str:
     """What `replay.outstanding: auto` keeps with a bound of 4."""
     share = auto["tokens_per_s"] / fixed["tokens_per_s"]
     return aim(
-        f"K = 4, outstanding auto: idle <= {IDLE:.1%}, mean lag <= {LAG:g}, tokens/s within {LOST:.0%} "
-        "of all outstanding",
+        f"K = 4, outstanding auto: idle <= {IDLE:.1%}, mean lag <= {LAG:g}, tokens/s within "
+        f"{LOST:.0%} of all outstanding",
         f"{auto['idle']:.1%}, {auto['lag_mean']:.2f}, {share:.3f} times",
         met=auto["idle"] <= IDLE and auto["lag_mean"] <= LAG and share >= 1 - LOST,
     )
