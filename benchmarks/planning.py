@@ -1,4 +1,4 @@
-"""How good the planner is: `python -m benchmarks.planning [--runs 3] [--out FILE] [--docs FILE]`.
+"""How good the planner is: `python -m benchmarks.planning [--runs 3] [--rows FILE] [--docs FILE]`.
 
 Real runs of the long-tail workload (`benchmarks/tails.yaml`, 14M) and of the quickstart, with
 bounds from 0 to 4, two engines, and a slow verifier. Each workload is measured once, by the median
@@ -6,6 +6,7 @@ run with `max_staleness: 1` and one engine; the others are predicted from that m
 rehearsal and by the simulator, and compared with what came: medians of `--runs` runs each. With a
 bound of 4 there is a case without `replay.outstanding: auto` too, to see what it saves and costs.
 Runs take turns, so that a slow hour of the machine meets all of them. Give it a machine of its own.
+With `--rows` it can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from async_grpo.config.load import load_config
 from async_grpo.plan.__main__ import simulated_figures, workload
 from async_grpo.plan.advice import predict
 from benchmarks.machine import machine
+from benchmarks.staleness import append, read_rows
 from benchmarks.tables import aim, write_docs
 from benchmarks.tails import MODELS
 from benchmarks.throughput_run import measured
@@ -55,7 +57,7 @@ def tails(bound: int, *settings: str, **facts: Any) -> Case:
     """The long-tail workload."""
     name = ", ".join([f"tails, K = {bound}", *facts.pop("words", ())])
     all_settings = (f"replay.max_staleness={bound}", *settings)
-    return Case(name, "benchmarks/tails.yaml", all_settings, 40, 8, **facts)
+    return Case(name, "benchmarks/tails.yaml", all_settings, 28, 10, **facts)
 
 
 def quickstart(bound: int, **facts: Any) -> Case:
@@ -180,7 +182,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", default="14M", choices=sorted(MODELS))
     parser.add_argument("--only", nargs="+", help="parts of names of the cases")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="one JSON row per run; known ones are not repeated",
+    )
     parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
     arguments = parser.parse_args()
     cases = [
@@ -191,11 +198,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="planning-") as folder:
         home = Path(folder)
         model = MODELS[arguments.model].write(home / "model")
-        found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
-        for _ in range(arguments.runs):
+        known = [] if arguments.rows is None else read_rows(arguments.rows)
+        found = {case.name: [row for row in known if row["case"] == case.name] for case in cases}
+        for turn in range(arguments.runs):
             for number, case in enumerate(cases):
-                found[case.name].append(run(case, home / f"case-{number}", model=model))
-                print(case.name, median(found[case.name][-1:]), flush=True)
+                if len(found[case.name]) > turn:
+                    continue
+                row = {"case": case.name, **run(case, home / f"case-{number}", model=model)}
+                found[case.name].append(row)
+                if arguments.rows is not None:
+                    append(arguments.rows, row)
+                print(case.name, median([row]), flush=True)
         sources = {}
         for case in (case for case in cases if case.fitted):
             runs = sorted(found[case.name], key=lambda one: one["tokens_per_s"])
@@ -209,9 +222,6 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.docs is not None:
         write_docs(arguments.docs, lines, benchmark="planning")
-    if arguments.out is not None:
-        record = {"machine": machine(), "rows": rows, "runs": found}
-        arguments.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
