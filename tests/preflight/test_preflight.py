@@ -94,7 +94,13 @@ def test_what_fits_passes(good: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bound", "schedule", "told"),
-    [(8, "constant", 1), (7, "constant", 0), (8, "linear", 0), (16, "cosine", 0), (16, "settle", 0)],
+    [
+        (8, "constant", 1),
+        (7, "constant", 0),
+        (8, "linear", 0),
+        (16, "cosine", 0),
+        (16, "settle", 0),
+    ],
 )
 def test_a_constant_rate_with_old_data_is_warned_of(bound: int, schedule: str, told: int) -> None:
     settings = [f"replay.max_staleness={bound}", f"learner.schedule={schedule}"]
