@@ -32,8 +32,9 @@ from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import codec
 from tests.support.algo_case import tokens
 from tests.support.frames import frame_of
-from tests.support.learners import free_port, set_rank
+from tests.support.learners import set_rank
 from tests.support.models import write_model
+from tests.support.processes import free_port
 from tests.support.registers import registers_put_back
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"

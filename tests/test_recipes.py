@@ -17,8 +17,9 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
 from async_grpo.wire import codec
-from tests.support.learners import free_port, picked, plain_model, row_distribution, set_rank
+from tests.support.learners import picked, plain_model, row_distribution, set_rank
 from tests.support.models import write_model
+from tests.support.processes import free_port
 from tests.support.recipes import CONFIGS, RECIPES
 
 WEIGHTS = {"correct": 1.0, "format": 0.2}

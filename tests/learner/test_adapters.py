@@ -28,7 +28,6 @@ from tests.support.learners import (
     assert_history,
     bitwise,
     copy_weights,
-    free_port,
     make_case,
     make_config,
     open_learner,
@@ -42,6 +41,7 @@ from tests.support.learners import (
     write_neighbour,
 )
 from tests.support.models import write_model
+from tests.support.processes import free_port
 
 DEADLINE_S = 240.0
 SCALING = 16.0 / 4

@@ -22,7 +22,6 @@ from tests.support.learners import (
     assert_close,
     bitwise,
     copy_weights,
-    free_port,
     make_case,
     make_config,
     open_learner,
@@ -31,6 +30,7 @@ from tests.support.learners import (
     train,
 )
 from tests.support.models import write_model
+from tests.support.processes import free_port
 
 DEADLINE_S = 150.0
 CASES = {

@@ -43,7 +43,6 @@ from tests.support.learners import (
     begin,
     bitwise,
     copy_weights,
-    free_port,
     make_case,
     make_config,
     open_learner,
@@ -57,6 +56,7 @@ from tests.support.learners import (
     write_neighbour,
 )
 from tests.support.models import write_model
+from tests.support.processes import free_port
 
 DEADLINE_S = 150.0
 

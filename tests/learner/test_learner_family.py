@@ -14,7 +14,6 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from tests.support.learners import (
     Case,
-    free_port,
     make_case,
     make_config,
     run_ranks,
@@ -23,6 +22,7 @@ from tests.support.learners import (
     write_neighbour,
 )
 from tests.support.models import write_model
+from tests.support.processes import free_port
 
 DEADLINE_S = 120.0
 # Rank 0 has eight rows in three micro-batches, rank 1 four in two; the third is empty.

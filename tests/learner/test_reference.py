@@ -18,17 +18,10 @@ from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX
 from async_grpo.planning import RowMath
-from tests.support.learners import (
-    STEP,
-    free_port,
-    make_case,
-    make_config,
-    set_rank,
-    split,
-    write_neighbour,
-)
+from tests.support.learners import STEP, make_case, make_config, set_rank, split, write_neighbour
 from tests.support.loops import WEIGHTS, batch_of, config
 from tests.support.models import write_model
+from tests.support.processes import free_port
 
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 

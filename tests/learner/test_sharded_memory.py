@@ -23,7 +23,8 @@ from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
-from tests.support.learners import free_port, make_config, run_ranks, set_rank
+from tests.support.learners import make_config, run_ranks, set_rank
+from tests.support.processes import free_port
 
 M_MMAP_THRESHOLD = -3
 SLACK = 12 * 2**20

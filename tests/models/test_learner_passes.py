@@ -21,7 +21,6 @@ from tests.support.learners import (
     assert_history,
     bitwise,
     copy_weights,
-    free_port,
     make_case,
     make_config,
     open_learner,
@@ -31,6 +30,7 @@ from tests.support.learners import (
     split,
     train,
 )
+from tests.support.processes import free_port
 
 DEADLINE_S = 200.0
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

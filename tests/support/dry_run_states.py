@@ -8,7 +8,8 @@ import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.preflight.memory import shape_of
-from tests.support.learners import free_port, make_case, make_config, set_rank
+from tests.support.learners import make_case, make_config, set_rank
+from tests.support.processes import free_port
 
 
 def config_of(**changes) -> Config:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import model_class
 from async_grpo.wire import codec
 from tests.support import forkserver
+from tests.support.processes import free_port
 
 STEP = 3
 LR, CLIP_NORM = 3e-3, 0.7
@@ -263,12 +263,6 @@ def set_rank(rank: int, world_size: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float, ranks: int = 2) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -10,6 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from async_grpo.runtime import lifetime
+
+_PORTS, _WORKERS, _TRIES = range(20_000, 32_000), 8, 1_000
+_TAKEN: set[int] = set()
 
 
 def marked(name: str, mark: str) -> list[int]:
@@ -45,13 +49,30 @@ def kill_marked(name: str, mark: str) -> None:
             continue
 
 
+def free_port() -> int:
+    """A port that is free now, and stays so until the test uses it: below those that the kernel
+    hands out to whoever connects, above those of Ray's workers, never the same twice, and no other
+    worker of the test run takes it.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    choose = random.Random(f"{os.getpid()} {len(_TAKEN)}")
+    for _ in range(_TRIES):
+        port = choose.randrange(_PORTS.start, _PORTS.stop, _WORKERS) + worker % _WORKERS
+        if port not in _TAKEN and _is_free(port):
+            _TAKEN.add(port)
+            return port
+    raise RuntimeError(f"no free port in {_PORTS}")
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now and differ from each other."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
+    """So many of them."""
+    return [free_port() for _ in range(count)]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

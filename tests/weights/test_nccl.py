@@ -27,7 +27,7 @@ from async_grpo.rollout.engine import Engine, EngineError, Sampling
 from async_grpo.weights.transport import TornTransfer, Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
-from tests.support.learners import free_port, run_ranks, set_rank
+from tests.support.learners import run_ranks, set_rank
 from tests.support.models import ModuleOwner, write_model
 from tests.support.nccl_over_gloo import Aborted, Control, GlooCommunicator
 from tests.support.nccl_sides import (
@@ -39,6 +39,7 @@ from tests.support.nccl_sides import (
     in_thread,
     make_sender,
 )
+from tests.support.processes import free_port
 
 if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner

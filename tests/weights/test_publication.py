@@ -39,7 +39,6 @@ from tests.support.learners import (
     Case,
     bitwise,
     copy_weights,
-    free_port,
     make_case,
     make_config,
     open_learner,
@@ -50,6 +49,7 @@ from tests.support.learners import (
 )
 from tests.support.models import write_model
 from tests.support.nccl_over_gloo import Control
+from tests.support.processes import free_port
 
 DEADLINE_S, START_S = 60.0, 150.0
 EXACT, VISIBLE = 1e-4, 1e-3

@@ -18,15 +18,8 @@ from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
 from async_grpo.planning import RowMath
 from tests.support.families import config_of
-from tests.support.learners import (
-    Case,
-    copy_weights,
-    free_port,
-    make_case,
-    set_rank,
-    split,
-    write_neighbour,
-)
+from tests.support.learners import Case, copy_weights, make_case, set_rank, split, write_neighbour
+from tests.support.processes import free_port
 from tests.support.wiring import Wire, tiny_model, workplace
 
 SWINGS = {"rate": {"factor": 0.5}}
