@@ -101,9 +101,8 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         pack_frames(frames).tofile(batch_file(config, step))
         batch = Batch(step, tuple(decode_meta(frame) for frame in frames))
         plans = rows.plans(batch)
-        await system.learner.assign(
-            rows.values(batch, await system.learner.begin(plans))[0], rows.kl_coef
-        )
+        values, _ = rows.values(batch, await system.learner.begin(plans))
+        await system.learner.assign(values, rows.kl_coef, rows.lr_factor)
         for index in range(len(plans[0].updates)):
             await system.learner.update(index)
         sums = MetricSums()
