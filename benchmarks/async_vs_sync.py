@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.staleness import append, read_rows
+from benchmarks.rows import OfRow, append, read_rows
 from benchmarks.staleness_table import cell, difference, interval
 from benchmarks.tables import write_docs
 
@@ -47,7 +47,7 @@ TIMEOUT_S = 1_800.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(OfRow):
     """One run. kind: `places`, `rates` or `runs`."""
 
     kind: str
@@ -55,11 +55,6 @@ class Job:
     places: str
     lr: float
     seed: int
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Job:
-        """The job that a row came from."""
-        return cls(*(row[name] for name in cls.__dataclass_fields__))
 
 
 def jobs(rows: Sequence[dict[str, Any]]) -> Iterator[Job]:

@@ -14,41 +14,24 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from async_grpo.config import schema
-from async_grpo.tasks.base import Problem, Score, refuse_rows
+from async_grpo.tasks.base import Problem, Score
+from benchmarks.generated import HELD_OUT_ONE_IN, Generated
 
 ENDS, LONGEST = 0.2, 24
 """Chance that an addend is the last one; most addends."""
-TRAIN_PROBLEMS = 2**20
-_HELD_OUT_ONE_IN = 8
 
 
-class LongSums:
+class LongSums(Generated):
     """Sums of 2 to 24 digits from 1 to 9; 2^20 indices over the training problems."""
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
     fingerprint = f"long-sums-1-{ENDS}-{LONGEST}"
 
-    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        refuse_rows(settings)
-
-    def __len__(self) -> int:
-        return TRAIN_PROBLEMS
-
-    def train(self, index: int) -> Problem:
-        """Training problem `index`; see `Task.train`."""
-        if not 0 <= index < TRAIN_PROBLEMS:
-            raise IndexError(f"problem {index} of {TRAIN_PROBLEMS}")
-        return _problem(_addends("train", index, held_out=False))
-
-    def evaluation(self, n: int) -> list[Problem]:
-        """`n` distinct held-out problems."""
-        found: dict[tuple[int, ...], None] = {}
-        index = 0
-        while len(found) < n:
-            found[_addends("held out", index, held_out=True)] = None
-            index += 1
-        return [_problem(addends) for addends in found]
+    def problem(self, domain: str, index: int, *, held_out: bool) -> Problem:
+        """See `Generated.problem`."""
+        addends = _addends(domain, index, held_out=held_out)
+        totals = ",".join(map(str, list(accumulate(addends))[1:]))
+        return Problem("+".join(map(str, addends)) + "=", reference=totals, solution=totals)
 
     def score(self, response: str, reference: Any) -> Score:
         """Compare the stripped response with the totals."""
@@ -64,10 +47,5 @@ def _addends(domain: str, index: int, *, held_out: bool) -> tuple[int, ...]:
         while len(addends) < LONGEST and draw.random() >= ENDS:
             addends.append(draw.randint(1, 9))
         split = blake2b(bytes(addends), digest_size=8).digest()[0]
-        if (split % _HELD_OUT_ONE_IN == 0) == held_out:
+        if (split % HELD_OUT_ONE_IN == 0) == held_out:
             return tuple(addends)
-
-
-def _problem(addends: tuple[int, ...]) -> Problem:
-    totals = ",".join(map(str, list(accumulate(addends))[1:]))
-    return Problem("+".join(map(str, addends)) + "=", reference=totals, solution=totals)

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.staleness import FULL, ROOT, SMOKE, Job, Scale, append, config_of, read_rows, start
+from benchmarks.rows import OfRow, append, read_rows
+from benchmarks.staleness import FULL, ROOT, SMOKE, Job, Scale, config_of, start
 from benchmarks.staleness_run import Bench
 from benchmarks.staleness_table import cell, difference
 from benchmarks.tables import write_docs
@@ -35,18 +36,13 @@ SCHEDULES = ("constant", "settle")
 
 
 @dataclass(frozen=True)
-class Open:
+class Open(OfRow):
     """One run."""
 
     arm: str
     lag: int
     schedule: str
     seed: int
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Open:
-        """The run that a row came from."""
-        return cls(*(row[name] for name in cls.__dataclass_fields__))
 
 
 def jobs(cells: Sequence[tuple[str, int]], seeds: int) -> Iterator[Open]:

@@ -24,7 +24,7 @@ from async_grpo.config.load import load_config
 from async_grpo.plan.__main__ import simulated_figures, workload
 from async_grpo.plan.advice import predict
 from benchmarks.machine import machine
-from benchmarks.staleness import append, read_rows
+from benchmarks.rows import append, read_rows
 from benchmarks.tables import aim, write_docs
 from benchmarks.tails import MODELS
 from benchmarks.throughput_run import measured

@@ -11,39 +11,23 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from async_grpo.config import schema
-from async_grpo.tasks.base import Problem, Score, refuse_rows
+from async_grpo.tasks.base import Problem, Score
+from benchmarks.generated import HELD_OUT_ONE_IN, Generated
 
-DIGITS, TRAIN_PROBLEMS = 5, 2**20
-_HELD_OUT_ONE_IN = 8
+DIGITS = 5
 
 
-class Sorting:
+class Sorting(Generated):
     """Five digits; 2^20 indices over the 87,500 training numbers."""
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0, "format": 0.0}
     fingerprint = f"sorting-1-{DIGITS}"
 
-    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        refuse_rows(settings)
-
-    def __len__(self) -> int:
-        return TRAIN_PROBLEMS
-
-    def train(self, index: int) -> Problem:
-        """Training problem `index`; see `Task.train`."""
-        if not 0 <= index < TRAIN_PROBLEMS:
-            raise IndexError(f"problem {index} of {TRAIN_PROBLEMS}")
-        return _problem(_number("train", index, held_out=False))
-
-    def evaluation(self, n: int) -> list[Problem]:
-        """`n` distinct held-out numbers, of about 12,500."""
-        found: dict[str, None] = {}
-        for index in range(64 * n):
-            if len(found) >= n:
-                break
-            found[_number("held out", index, held_out=True)] = None
-        return [_problem(number) for number in found]
+    def problem(self, domain: str, index: int, *, held_out: bool) -> Problem:
+        """See `Generated.problem`."""
+        number = _number(domain, index, held_out=held_out)
+        answer = "".join(sorted(number))
+        return Problem(prompt=f"{number}>", reference=answer, solution=answer)
 
     def score(self, response: str, reference: Any) -> Score:
         """Compare the stripped response with the sorted digits; `format` is 1 for digits alone."""
@@ -58,11 +42,6 @@ def _number(domain: str, index: int, *, held_out: bool) -> str:
         digest = blake2b(f"{domain} {index} {attempt}".encode(), digest_size=8).digest()
         number = f"{int.from_bytes(digest, 'little') % 10**DIGITS:0{DIGITS}}"
         split = blake2b(f"split {number}".encode(), digest_size=8).digest()[0]
-        if (split % _HELD_OUT_ONE_IN == 0) == held_out:
+        if (split % HELD_OUT_ONE_IN == 0) == held_out:
             return number
         attempt += 1
-
-
-def _problem(number: str) -> Problem:
-    answer = "".join(sorted(number))
-    return Problem(prompt=f"{number}>", reference=answer, solution=answer)

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import tempfile
 import time
 import zlib
@@ -39,6 +37,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, RunError
 from async_grpo.warm_start.cache import ensure_warm_start
 from benchmarks import staleness_table
+from benchmarks.rows import OfRow, append, read_rows
 from benchmarks.staleness_run import Bench
 from benchmarks.tables import write_docs
 
@@ -111,7 +110,7 @@ MORE = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(OfRow):
     """One run. kind: `tune` or `run`."""
 
     kind: str
@@ -120,11 +119,6 @@ class Job:
     lag: int
     seed: int
     lr: float
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Job:
-        """The job that a row came from."""
-        return cls(*(row[name] for name in cls.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -184,23 +178,6 @@ def config_of(
         config["learner"]["lr"] = job.lr
         config["algorithm"] |= ARMS[job.arm][1]
     return Config.model_validate(config)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of finished runs; a line that was cut off is none."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            print(f"a line of {path} is cut off and left out", file=sys.stderr)
-    return rows
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row in one write, since another part may write to the same file."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def tuned(rows: Sequence[dict[str, Any]], arm: str, lag: int, scale: Scale) -> float | None:

@@ -17,6 +17,7 @@ import torch
 
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.config.schema import TaskConfig
+from benchmarks.rows import read_rows
 from benchmarks.sorting import Sorting
 from benchmarks.staleness import (
     ARMS,
@@ -29,7 +30,6 @@ from benchmarks.staleness import (
     far_arms,
     jobs,
     next_job,
-    read_rows,
     tuned,
 )
 from benchmarks.staleness_table import Runs, interval, table
