@@ -123,6 +123,9 @@ class StepListener(Protocol):
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a learner step."""
 
+    def note(self, text: str) -> None:
+        """Log something of interest."""
+
 
 class Loop:
     """Trains step by step."""
@@ -290,7 +293,11 @@ class Loop:
         sums = MetricSums()
         for rank in await self._learner.end():
             sums.merge(MetricSums.from_wire(rank))
-        self._row_math.trained(sums.means())
+        if self._row_math.trained(sums.means()):
+            self._listener.note(
+                f"step {batch.step}: data from old policies keeps the policy swinging (train/ess); "
+                f"the learning rate is {self._row_math.lr_factor:g} of its first from now on"
+            )
         return sums, metrics
 
     async def _take(self, step: int, *, stoppable: bool = True) -> Batch:

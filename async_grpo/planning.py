@@ -91,10 +91,13 @@ class RowMath:
         """Return what the learning rate of the next step is multiplied by."""
         return 1.0 if self._rate is None else self._rate.factor
 
-    def trained(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step that was trained; `learner.schedule: settle` goes by them."""
-        if self._rate is not None and "train/ess" in metrics:  # absent where no token is trained
-            self._rate.update(metrics["train/ess"])
+    def trained(self, metrics: Mapping[str, float]) -> bool:
+        """Take the metrics of a step that was trained; whether `learner.schedule: settle` halved
+        the rate for what follows.
+        """
+        if self._rate is None or "train/ess" not in metrics:  # absent where no token is trained
+            return False
+        return self._rate.update(metrics["train/ess"])
 
     def plans(self, batch: Batch) -> list[RankPlan]:
         """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""

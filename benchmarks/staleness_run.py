@@ -107,6 +107,10 @@ class InStep:
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         """Keep nothing: what a step returns is read."""
 
+    def note(self, text: str) -> None:
+        """Show a line."""
+        print(text, flush=True)
+
     async def publish(self, version: int) -> float:
         """Wait, publish, and let the queue issue tickets for this version. Raises TimeoutError,
         RuntimeError.

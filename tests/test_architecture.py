@@ -73,6 +73,7 @@ LIBRARIES = {
     "rollout.chat_format": "renderers",
     "rollout.early_process": "setproctitle",  # which vLLM brings
     "rollout.actor": "numpy transformers",  # the tokenizer
+    "rollout.endpoint.server": "uvicorn starlette",
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
     "learner": "torch deepspeed transformers peft numpy safetensors",

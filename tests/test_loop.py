@@ -404,9 +404,12 @@ def test_a_rate_that_settles_goes_by_the_effective_sample_size(schedule: str) ->
         return run.factors
 
     async def scenario() -> None:
-        whole = await steps(Fakes(settings), 60)
+        run = Fakes(settings)
+        whole = await steps(run, 60)
         expected = [1.0] * 34 + [0.5] * 26 if schedule == "settle" else [1.0] * 60
         assert whole == expected, "2 steps until data is old, two blocks of 16, then it comes back"
+        halved = [note for note in run.listener.notes if "the learning rate is 0.5" in note]
+        assert len(halved) == (schedule == "settle")
         first = Fakes(settings)
         factors = await steps(first, 20)
         second = Fakes(settings, steps_done=20, row_state=first.loop.row_state())

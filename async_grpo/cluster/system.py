@@ -434,6 +434,10 @@ class System:
         """Pass on what the loop measured, with what the actors count."""
         self._listener.logged(step, self._with_faults(metrics))
 
+    def note(self, text: str) -> None:
+        """Pass on what the loop has to say."""
+        self._listener.note(text)
+
     def fail(self, error: BaseException) -> None:
         """End the run with this error; a learner that died is brought back instead."""
         if isinstance(error, LearnerLost):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
@@ -484,6 +485,7 @@ class Config(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     wire: Wire = Wire()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()

@@ -68,6 +68,7 @@ class EnvironmentPool:
         "start",
         "closed",
         "replay",
+        "silent",
     )
 
     def __init__(

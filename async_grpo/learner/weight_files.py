@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedWriter
 from math import prod
 from pathlib import Path
@@ -128,7 +129,7 @@ def write(
         for name, tensor in weights:
             file = owner[name]
             if file.rank == rank:
-                out.do(lambda file=file, name=name, tensor=tensor: put(file, name, tensor))  # type: ignore[misc]
+                out.do(partial(put, file, name, tensor))
     finally:
         if opened is not None:
             opened.close()

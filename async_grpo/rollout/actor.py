@@ -31,16 +31,16 @@ import numpy as np
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasEnvironment
-from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
+from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
-from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong, as_rows
+from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
+from async_grpo.rollout.players import Player, Players
 from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
@@ -68,7 +68,8 @@ class Parts:
     task: Task
     verifiers: VerifierPool
     evaluator: EngineEvaluator
-    player: EpisodePlayer | None = None
+    players: Players | None = None
+    player: Player | None = None
     """Of a task with environments."""
 
 
@@ -128,7 +129,6 @@ class RolloutActor:
         self._time = EngineTime()
         self._verifier_errors: dict[str, str] = {}
         """The first error of every kind."""
-        self._environments: list[EnvironmentPool] = []
         self._weights: dict[str, float] = {}
         """Of the reward components."""
 
@@ -185,7 +185,10 @@ class RolloutActor:
             player=self._player,
             cpu=others,
         )
-        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator)
+        players = Players(
+            config, engine=engine, tokenizer=tokenizer, counts=self._counts, cpu=others
+        )
+        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
         if plays:
             player = await self._player(config.task, task)
             self._parts = replace(self._parts, player=player)
@@ -318,8 +321,8 @@ class RolloutActor:
         """Stop the engine and the verifiers."""
         await self.parts.evaluator.close()
         await self.parts.verifiers.close()
-        for pool in self._environments:
-            await pool.close()
+        if self.parts.players is not None:
+            await self.parts.players.close()
         self.parts.engine.close()
 
     @property
@@ -455,9 +458,7 @@ class RolloutActor:
             for completion, score in zip(completions, scores, strict=True)
         ]
 
-    async def _play(
-        self, work: _GroupWork, problem: Problem, player: EpisodePlayer
-    ) -> list[Episode]:
+    async def _play(self, work: _GroupWork, problem: Problem, player: Player) -> list[Episode]:
         """Play the episodes of a group, whose environments all begin with the same seed."""
         config, ticket = self._config, work.ticket
 
@@ -541,31 +542,15 @@ class RolloutActor:
         await self._queue.fail(self.actor_id, [work.ticket], reason, [tokens])
         self._leave(work)
 
-    async def _player(self, settings: TaskConfig, task: Any) -> EpisodePlayer:
+    async def _player(self, settings: TaskConfig, task: Any) -> Player:
         """Return the player of a task with environments, which it starts; of the task that is
         trained there is one.
         """
-        parts, config = self.parts, self._config
+        parts = self.parts
         if task is parts.task and parts.player is not None:
             return parts.player
-        pool = EnvironmentPool(
-            settings,
-            config.environment,
-            weights=task.weights,
-            seed=config.seed,
-            cpu=self._other_cores,
-        )
-        self._environments.append(pool)
-        await pool.start()
-        return EpisodePlayer(
-            config,
-            engine=parts.engine,
-            pool=pool,
-            tokenizer=parts.tokenizer,
-            weights=task.weights,
-            counts=self._counts,
-            chat=chat_format_of(config, parts.tokenizer, task),
-        )
+        assert parts.players is not None
+        return await parts.players.of(settings, task)
 
     def _enter(self, work: _GroupWork, stage: str) -> None:
         work.stage, work.since = stage, time.monotonic()

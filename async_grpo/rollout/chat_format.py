@@ -22,6 +22,7 @@ from async_grpo.environments.tools import TaskWithTools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.tool_calls import ToolCallReader, parser_of, tool_call_reader
 from async_grpo.tasks.base import Task
+from async_grpo.tasks.chat import prompt_ids
 
 Message = dict[str, Any]
 _STAND_IN = "stand-in"
@@ -183,6 +184,29 @@ class RendererFormat:
         return list(found.token_ids[len(before) :])
 
 
+class PlainFormat:
+    """Of a tokenizer without a chat template: what is said, one after the other."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `ChatFormat.prompt`."""
+        return prompt_ids(self._tokenizer, "".join(one["content"] for one in messages))
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        """See `ChatFormat.read`."""
+        return Said(text)
+
+    def suffix(
+        self, prompt: Sequence[int], ids: Sequence[int], said: Said, new: Sequence[Message]
+    ) -> list[int] | None:
+        """See `ChatFormat.suffix`."""
+        text = "".join(one["content"] for one in new)
+        found = self._tokenizer(text, add_special_tokens=False) if text else {}
+        return list(found.get("input_ids", []))
+
+
 def chat_format_of(
     config: Config, tokenizer: Any, task: Task, *, reads: bool = True
 ) -> ChatFormat | None:
@@ -190,7 +214,15 @@ def chat_format_of(
     a chat template. reads: whether turns will be read, for which vLLM is imported. Raises
     SetupError for a renderer or a parser that there is not, and where none is known.
     """
-    settings, tools = config.environment, task.tools if isinstance(task, TaskWithTools) else []
+    tools = task.tools if isinstance(task, TaskWithTools) else []
+    return chat_format_with(config, tokenizer, tools, reads=reads)
+
+
+def chat_format_with(
+    config: Config, tokenizer: Any, tools: Sequence[dict[str, Any]], *, reads: bool = True
+) -> ChatFormat | None:
+    """Return how chats with these tools are written; see `chat_format_of`."""
+    settings = config.environment
     named = _renderer(tokenizer, str(config.model.path), settings.renderer)
     if named is not None and (not tools or settings.tool_parser == "auto"):
         return RendererFormat(named, tools=tools)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.environments.base import Action, Content, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
 from async_grpo.groups import Row
@@ -74,6 +74,17 @@ def as_rows(
     return [np.asarray(prompt, np.int32) for prompt in prompts], rows
 
 
+def turn_room(rollout: RolloutConfig, *, sampled: int, behind: int, length: int) -> tuple[int, str]:
+    """Return the most tokens of the next turn, and the finish reason when they are used up.
+    sampled: tokens of the episode; behind: tokens of the row behind its prompt; length: with it.
+    """
+    left = rollout.response_length - sampled
+    context = (rollout.context_length or rollout.response_length) - behind
+    context = min(context, rollout.longest_row - length)  # a fork's prompt is long
+    turn = rollout.turn_length or left
+    return min(left, context, turn), "context" if context < min(left, turn) else "length"
+
+
 class PromptTooLong(ValueError):
     """A prompt has more tokens than `rollout.prompt_length`."""
 
@@ -91,8 +102,6 @@ class Episode:
     first_token: float = 0.0
     last_token: float = 0.0
     labels: set[str] = field(default_factory=set)
-    salt: str = ""
-    """Of the prefix cache, in the last turn."""
     said: list[str] = field(default_factory=list)
     """What policy and environment said in turn, for tables."""
 
@@ -334,13 +343,13 @@ class EpisodePlayer:
         return talk
 
     def _room(self, episode: Episode) -> tuple[int, str]:
-        """Tokens of the next turn, and the finish reason when they are used up."""
-        rollout, session = self._config.rollout, episode.session
-        left = rollout.response_length - session.sampled
-        context = (rollout.context_length or rollout.response_length) - session.behind
-        context = min(context, rollout.longest_row - session.length)  # a fork's prompt is long
-        turn = rollout.turn_length or left
-        return min(left, context, turn), "context" if context < min(left, turn) else "length"
+        session = episode.session
+        return turn_room(
+            self._config.rollout,
+            sampled=session.sampled,
+            behind=session.behind,
+            length=session.length,
+        )
 
     async def _turn(
         self,
@@ -359,32 +368,14 @@ class EpisodePlayer:
             [done] = await self._engine.generate(tokens, one, purpose=purpose)
         else:
             done = await group.turn(number, episode.session.tokens, one)
-        self._count_prefill(episode, done)
+        cause, again = episode.session.prefilled(done)
+        self._counts[f"prefilled_{cause}"] += again
         episode.session.take(done)
         episode.first_token = episode.first_token or done.first_token
         episode.last_token = time.time()
         episode.labels |= {label for label, _, _ in done.labels}
         self._counts["turns"] += 1
         return done
-
-    def _count_prefill(self, episode: Episode, done: Completion) -> None:
-        """Count tokens that a turn has computed again, by cause: a row that begins anew, weights
-        that came since the turn before, or a prefix that the cache no longer (or never) had.
-        """
-        if not done.salt:  # of a checkpoint: nothing was computed
-            return
-        session, salt = episode.session, episode.salt
-        episode.salt = done.salt
-        computed = session.computed
-        if computed is None:
-            again, cause = session.length - done.cached_tokens, "fork"
-            again = again if session.forked else 0
-        else:
-            again, cause = (
-                computed - done.cached_tokens,
-                "cache" if salt == done.salt else "weights",
-            )
-        self._counts[f"prefilled_{cause}"] += max(0, again)
 
     def _said(
         self, episode: Episode, talk: Conversation, before: list[int], done: Completion

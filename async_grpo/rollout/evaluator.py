@@ -23,7 +23,8 @@ from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
-from async_grpo.rollout.episodes import Episode, EpisodePlayer, PromptTooLong
+from async_grpo.rollout.episodes import Episode, PromptTooLong
+from async_grpo.rollout.players import Player
 from async_grpo.runtime.text import dialogue
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import create_task
@@ -51,7 +52,7 @@ class EngineEvaluator:
         verifiers: VerifierPool,
         encode: Callable[[Problem], list[int]],
         text: Callable[[Completion], str],
-        player: Callable[[TaskConfig, Task], Awaitable[EpisodePlayer]],
+        player: Callable[[TaskConfig, Task], Awaitable[Player]],
         cpu: set[int] | None,
     ) -> None:
         """task, verifiers: of training. encode: or PromptTooLong. player: of a
@@ -61,7 +62,7 @@ class EngineEvaluator:
         self._cpu = cpu
         self._encode, self._text = encode, text
         self._player = player
-        self._playing: EpisodePlayer | None = None
+        self._playing: Player | None = None
         self._own = config.evaluation.task is not None
         self._task = task
         if self._own:

@@ -5,6 +5,9 @@ Runs in: rollout actors. Hides how rows, segments and versions are kept while an
     prompt | context sampled | context sampled | ...          one row; `feed` and `take` append
     other prompt | context sampled ...                         after `fork`: another row
 
+An episode that is played in turn grows in its newest row; one whose turns are asked for over HTTP
+names the row.
+
 Invariants: what was sampled or fed is never changed nor rendered again; every sampled token keeps
 the log-prob and the version with which the engine gave it; context that nothing follows is in no
 row; a row without a sampled token is no row.
@@ -32,6 +35,25 @@ class SessionRow:
     labels: list[VersionSpan] = field(default_factory=list)
     waiting: int = 0
     """Tokens of context behind the last sampled one."""
+    salt: str = ""
+    """Of the prefix cache, in its last turn."""
+
+    @property
+    def length(self) -> int:
+        """Tokens, with the prompt."""
+        return len(self.prompt) + len(self.ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the next turn follows: prompt, context and sampled tokens."""
+        return self.prompt + self.ids
+
+    @property
+    def computed(self) -> int | None:
+        """Tokens that its last turn has computed, which leaves out what was said last; None before
+        its first turn.
+        """
+        return self.length - self.waiting - 1 if self.segments else None
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -55,40 +77,32 @@ class SessionRow:
 
 
 class Session:
-    """One episode's tokens, append-only."""
+    """One episode's tokens, append-only. A row is the newest one where none is named."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self._rows = [SessionRow(list(prompt_ids))]
+    def __init__(self, prompt_ids: Sequence[int] | None = None) -> None:
+        """None: an episode whose first row begins with a `fork`."""
+        self._rows = [] if prompt_ids is None else [SessionRow(list(prompt_ids))]
         self.sampled = 0
         """Sampled tokens of all rows."""
 
+    def row(self, number: int = -1) -> SessionRow:
+        """Return a row by number, in the order of the forks."""
+        return self._rows[number]
+
     @property
     def tokens(self) -> list[int]:
-        """What the next turn follows: prompt, context and sampled tokens of the newest row."""
-        return self._rows[-1].prompt + self._rows[-1].ids
+        """What the next turn of the newest row follows."""
+        return self.row().tokens
 
     @property
     def length(self) -> int:
         """Tokens of the newest row, with its prompt."""
-        return len(self._rows[-1].prompt) + len(self._rows[-1].ids)
+        return self.row().length
 
     @property
     def behind(self) -> int:
         """Tokens of the newest row behind its prompt."""
-        return len(self._rows[-1].ids)
-
-    @property
-    def computed(self) -> int | None:
-        """Tokens of the newest row that its last turn has computed, which leaves out what was said
-        last; None before its first turn.
-        """
-        row = self._rows[-1]
-        return len(row.prompt) + len(row.ids) - row.waiting - 1 if row.segments else None
-
-    @property
-    def forked(self) -> bool:
-        """Whether the newest row is not the first."""
-        return len(self._rows) > 1
+        return len(self.row().ids)
 
     @property
     def rows(self) -> list[SessionRow]:
@@ -100,15 +114,15 @@ class Session:
         """Turns that were sampled."""
         return sum(len(row.segments) for row in self._rows)
 
-    def feed(self, ids: Sequence[int]) -> None:
+    def feed(self, ids: Sequence[int], number: int = -1) -> None:
         """Append context."""
-        row = self._rows[-1]
+        row = self.row(number)
         row.ids += ids
         row.waiting += len(ids)
 
-    def take(self, completion: Completion) -> None:
+    def take(self, completion: Completion, number: int = -1) -> None:
         """Append a turn as the engine has sampled it."""
-        row, count = self._rows[-1], len(completion.token_ids)
+        row, count = self.row(number), len(completion.token_ids)
         at = sum(sampled for _, sampled in row.segments)
         row.ids += completion.token_ids.tolist()
         row.segments.append((row.waiting, count))
@@ -118,8 +132,39 @@ class Session:
             VersionSpan(span.policy_version, span.start + at, span.end + at)
             for span in completion.versions
         ]
+        row.salt = completion.salt or row.salt
         self.sampled += count
 
-    def fork(self, prompt_ids: Sequence[int]) -> None:
-        """Go on behind another prompt, in a row of its own."""
+    def prefilled(self, completion: Completion, number: int = -1) -> tuple[str, int]:
+        """Return the tokens that a turn has computed again, before it is taken, and why: `fork`, a
+        row that begins anew; `weights` that came since the turn before; or `cache`, which no longer
+        (or never) had the prefix.
+        """
+        row = self.row(number)
+        computed = row.computed
+        if not completion.salt:  # of a checkpoint: nothing was computed
+            return "cache", 0
+        if computed is None:
+            forked = row is not self._rows[0]
+            return "fork", max(row.length - completion.cached_tokens, 0) if forked else 0
+        cause = "cache" if row.salt == completion.salt else "weights"
+        return cause, max(computed - completion.cached_tokens, 0)
+
+    def forget(self, number: int) -> None:
+        """Take a row's last turn out again, which nobody has read."""
+        row = self.row(number)
+        context, count = row.segments.pop()
+        del row.ids[len(row.ids) - count - row.waiting :]
+        row.waiting = context
+        row.logprobs.pop()
+        kept = sum(sampled for _, sampled in row.segments)
+        row.labels = [
+            VersionSpan(span.policy_version, span.start, min(span.end, kept))
+            for span in row.labels
+            if span.start < kept
+        ]
+
+    def fork(self, prompt_ids: Sequence[int]) -> int:
+        """Go on behind another prompt, in a row of its own; return its number."""
         self._rows.append(SessionRow(list(prompt_ids)))
+        return len(self._rows) - 1

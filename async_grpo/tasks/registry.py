@@ -24,6 +24,7 @@ BUILT_IN = {
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
     "chain": "async_grpo.environments.chain:Chain",
     "adventure": "async_grpo.environments.adventure:Adventure",
+    "program": "async_grpo.environments.program:Program",
     "gymnasium": "async_grpo.environments.adapters:Gymnasium",
     "textarena": "async_grpo.environments.adapters:TextArena",
     "skyrl_gym": "async_grpo.environments.adapters:SkyRLGym",

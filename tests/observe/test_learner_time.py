@@ -52,6 +52,9 @@ class Run:
     def logged(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append(metrics | {"step": step, "time": self.now})
 
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
     def takes(self, most: float) -> None:
         """Invented time passes; the whole run fits into the panel's window."""
         self.now += self._chance.uniform(0.0, most / 2)

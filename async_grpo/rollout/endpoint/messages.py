@@ -1,0 +1,239 @@
+"""What a chat request says, in the form in which it is compared with what was said before.
+
+Runs in: rollout actors. Hides the JSON of the chat interface: which fields there are, in how many
+ways a message can be written, and which settings a client may not have.
+
+    body (bytes) -> ChatRequest: messages, tools, most tokens, stream
+                    or RequestError, which says what to change
+
+Two messages are equal if role, text, reasoning, and calls with their arguments as strings are: what
+a client writes down in another way (`null` for "", a list of text parts for one text) is the same,
+what it changes is not. Invariant: nothing of a request is logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+from async_grpo.rollout.chat_format import Message
+
+Refusal = Literal["ignore", "refuse"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIXED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+)
+"""Settings that would change what is sampled: they are those of the run."""
+_NEVER = {
+    "stop": "a stop string ends a turn within a token, so that its tokens are not those of the "
+    "policy; let the model end its turns, and cut the text off in the client",
+    "functions": "use `tools`",
+    "audio": "there is text only",
+    "prediction": "leave it out",
+    "response_format": "a grammar would change what is sampled; ask for the form in the prompt",
+}
+_NO_MATTER: tuple[Any, ...] = (None, "", [], {}, False, {"type": "text"})
+_LONGEST_LABEL = 64
+
+
+class RequestError(Exception):
+    """A request that is not answered. status: of HTTP; code: for programs."""
+
+    def __init__(self, status: int, message: str, *, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that can be answered. messages: in one form; most_tokens: that the client wants;
+    changed: settings that the client has and the run overrides; label: the model that it asks for;
+    digest: of its body; retried: the client has sent it before.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+    most_tokens: int | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    wants_logprobs: bool = False
+    wants_ids: bool = False
+    changed: tuple[str, ...] = ()
+    label: str = ""
+    digest: bytes = b""
+    retried: bool = False
+    chain: tuple[bytes, ...] = field(default=(), repr=False)
+    """Digests of label, tools and the first 0, 1, 2 ... messages."""
+
+
+def parse(body: bytes, *, sampling: Refusal, retried: bool = False) -> ChatRequest:
+    """Read a request. sampling: what happens to settings that are the run's. Raises
+    RequestError.
+    """
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, "the body is no JSON") from error
+    if not isinstance(found, dict):
+        raise RequestError(400, "the body must be a JSON object")
+    for name, why in _NEVER.items():
+        if found.get(name) not in _NO_MATTER:
+            raise RequestError(400, f"`{name}` is not possible: {why}")
+    if found.get("n") not in (None, 1):
+        raise RequestError(400, "`n` must be 1: send as many requests as you want answers")
+    changed = tuple(name for name in FIXED if found.get(name) not in _NO_MATTER)
+    if changed and sampling == "refuse":
+        raise RequestError(
+            400,
+            f"the client sets {', '.join(changed)}, which the run decides (endpoint.sampling: "
+            "refuse); leave them out",
+        )
+    label = found.get("model")
+    if not isinstance(label, str) or not 0 < len(label) <= _LONGEST_LABEL:
+        raise RequestError(400, f"`model` must be a name of at most {_LONGEST_LABEL} characters")
+    messages = tuple(_message(one, at) for at, one in enumerate(_list(found, "messages")))
+    if not messages:
+        raise RequestError(400, "`messages` is empty")
+    if messages[-1]["role"] == "assistant":
+        raise RequestError(400, "the last message is the assistant's: nothing asks for an answer")
+    tools = tuple(_tools(found))
+    options = found.get("stream_options")
+    return ChatRequest(
+        messages,
+        tools,
+        _most_tokens(found),
+        bool(found.get("stream")),
+        isinstance(options, dict) and bool(options.get("include_usage")),
+        bool(found.get("logprobs")),
+        bool(found.get("return_token_ids")),
+        changed,
+        label,
+        blake2b(body, digest_size=16).digest(),
+        retried,
+        tuple(chain(messages, tools, label)),
+    )
+
+
+def chain(messages: Sequence[Message], tools: Sequence[Message], label: str) -> list[bytes]:
+    """Digest label and tools, and after that message by message: equal beginnings are equal."""
+    digests = [_digest(b"", [label, list(tools)])]
+    for message in messages:
+        digests.append(after(digests[-1], message))
+    return digests
+
+
+def after(before: bytes, message: Message) -> bytes:
+    """Digest one more message."""
+    return _digest(before, message)
+
+
+def said(message: Message) -> Message:
+    """Bring a turn of ours into the form in which it comes back."""
+    return _message(message, 0)
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True).encode()
+    return blake2b(before + text, digest_size=16).digest()
+
+
+def _list(found: Mapping[str, Any], name: str) -> list[Any]:
+    value = found.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(400, f"`{name}` must be a list")
+    return value
+
+
+def _most_tokens(found: Mapping[str, Any]) -> int | None:
+    value = found.get("max_completion_tokens")
+    value = found.get("max_tokens") if value is None else value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(400, "`max_tokens` must be a number of at least 1")
+    return value
+
+
+def _tools(found: Mapping[str, Any]) -> list[Message]:
+    tools = _list(found, "tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(400, "each of `tools` must be a function with a name")
+    choice = found.get("tool_choice")
+    if choice not in (None, "auto") and not (choice == "none" and not tools):
+        raise RequestError(400, '`tool_choice` must be "auto": the policy decides what it calls')
+    return tools
+
+
+def _message(found: Any, at: int) -> Message:
+    """Bring a message into the one form. `developer` is `system`."""
+    if not isinstance(found, dict) or found.get("role") not in ROLES:
+        raise RequestError(400, f"message {at}: `role` must be one of {', '.join(ROLES)}")
+    role = "system" if found["role"] == "developer" else found["role"]
+    message: Message = {"role": role, "content": _text(found.get("content"), at)}
+    if role == "assistant":
+        reasoning = found.get("reasoning_content") or found.get("reasoning")
+        if reasoning:
+            message["reasoning_content"] = _string(reasoning, f"message {at}: the reasoning")
+        calls = found.get("tool_calls")
+        if calls:
+            if not isinstance(calls, list):
+                raise RequestError(400, f"message {at}: `tool_calls` must be a list")
+            message["tool_calls"] = [_call(one, at) for one in calls]
+    elif role == "tool":
+        call = found.get("tool_call_id")
+        if call is not None:
+            message["tool_call_id"] = _string(call, f"message {at}: `tool_call_id`")
+    if found.get("name"):
+        message["name"] = _string(found["name"], f"message {at}: `name`")
+    return message
+
+
+def _text(content: Any, at: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RequestError(400, f"message {at}: `content` must be text, or parts of text")
+        parts.append(_string(part.get("text"), f"message {at}: a part of `content`"))
+    return "".join(parts)
+
+
+def _call(found: Any, at: int) -> Message:
+    function = found.get("function") if isinstance(found, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError(400, f"message {at}: each of `tool_calls` must call a function")
+    where = f"message {at}: a call's"
+    return {
+        "id": _string(found.get("id") or "", f"{where} id"),
+        "type": "function",
+        "function": {
+            "name": _string(function.get("name"), f"{where} name"),
+            "arguments": _string(function.get("arguments") or "", f"{where} arguments"),
+        },
+    }
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(400, f"{what} must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise RequestError(400, f"{what} is no valid Unicode") from error
+    return value

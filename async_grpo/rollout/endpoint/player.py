@@ -1,0 +1,163 @@
+"""Plays episodes that are programs: each talks to the policy over the actor's endpoint.
+
+Runs in: rollout actors. Hides that an episode's turns come over HTTP:
+
+    program (environment child) --requests--> Endpoint -> ServedEpisode -> engine
+            --its end: rewards-->  Episode
+
+What it means that a program fails: after a request that was refused because the episode had used up
+its tokens or turns, the policy may have caused it, and the episode is worth nothing; so is one that
+takes too long (`environment.on_timeout`). Any other failure is never scored: EnvironmentFailed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from async_grpo.config.schema import Config
+from async_grpo.environments.base import Action, Observation
+from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
+from async_grpo.environments.program import sweep
+from async_grpo.rollout.chat_format import ChatFormat, Message
+from async_grpo.rollout.endpoint.messages import RequestError
+from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.endpoint.server import Endpoint
+from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
+from async_grpo.rollout.episodes import Episode, GroupPlay
+from async_grpo.rollout.session import Session
+from async_grpo.tasks.base import Problem
+
+_REASONS = ("env_done", "stop", "length", "max_turns", "context", "invalid_action", "repetition")
+
+
+class ProgramPlayer:
+    """Plays the programs of one task on one engine; see `EpisodePlayer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        pool: EnvironmentPool,
+        tokenizer: Any,
+        weights: dict[str, float],
+        counts: Counter[str],
+        formats: Callable[[Sequence[Message]], ChatFormat],
+    ) -> None:
+        """Take the parts. formats: how chats with these tools are written; or SetupError."""
+        self._config, self._engine = config, engine
+        self._pool, self._tokenizer = pool, tokenizer
+        self._weights, self._counts = weights, counts
+        self._stops = frozenset(engine.stop_token_ids)
+        self._make, self._formats = formats, dict[str, ChatFormat]()
+        self.endpoint = Endpoint(config.endpoint, words=tokenizer.decode, counts=counts)
+
+    async def start(self) -> None:
+        """Begin to listen. Raises OSError."""
+        await self.endpoint.start()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self.endpoint.close()
+
+    @property
+    def open_episodes(self) -> int:
+        """Count the episodes that have a program."""
+        return self._pool.open_episodes
+
+    async def play(
+        self,
+        problem: Problem,
+        sampling: Sampling,
+        *,
+        seed: int,
+        purpose: Purpose = "rollouts",
+        group: GroupPlay | None = None,
+    ) -> Episode:
+        """Play one episode; see `EpisodePlayer.play`. Raises EnvironmentFailed, EngineError."""
+        number = None if group is None else group.join()
+        episode = Episode(Session(), dict.fromkeys(self._weights, 0.0))
+        if group is not None:
+            group.sessions.append(episode.session)
+
+        async def sample(tokens: list[int], one: Sampling) -> Completion:
+            if group is None or number is None:
+                [done] = await self._engine.generate(tokens, one, purpose=purpose)
+                return done
+            return await group.turn(number, tokens, one)
+
+        served = ServedEpisode(
+            self._config.rollout,
+            episode,
+            sample=sample,
+            formats=self._format,
+            text=self._text,
+            sampling=sampling,
+            counts=self._counts,
+        )
+        try:
+            async with self.endpoint.serving(served) as key:
+                answer = await self._run(problem, seed, served, key)
+            self._judge(episode, answer, served)
+        except EnvironmentFailed as error:
+            self._counts[f"environment_{error.reason}"] += 1
+            raise
+        self._counts[f"episodes_{episode.finish_reason}"] += 1
+        return episode
+
+    async def _run(
+        self, problem: Problem, seed: int, served: ServedEpisode, key: str
+    ) -> Observation:
+        """Run the program to its end."""
+        reference = {**problem.reference, "url": self.endpoint.url, "key": key}
+        try:
+            opened, _ = await self._pool.open(reference, seed)
+            try:
+                return await opened.step(Action(""))
+            finally:
+                await asyncio.shield(opened.close())
+        except EnvironmentFailed as error:
+            if error.reason in ("crash", "memory", "timeout"):  # its owner may be gone
+                await asyncio.to_thread(sweep, key)
+            late = error.reason == "timeout"
+            if late and self._config.environment.on_timeout == "score_zero":
+                return Observation("env_timeout", done=True, verdict=0.0)
+            if error.reason == "exception" and served.used_up:
+                return Observation(served.used_up, done=True, verdict=0.0)
+            raise
+
+    def _judge(self, episode: Episode, answer: Observation, served: ServedEpisode) -> None:
+        """Note what an episode is worth. Raises EnvironmentFailed without anything to train."""
+        if not episode.session.rows:
+            raise EnvironmentFailed("silent", "the program ended without asking the policy")
+        unknown = sorted(set(answer.rewards) - set(self._weights))
+        if unknown:
+            raise EnvironmentFailed("wrong_type", f"there is no reward {', '.join(unknown)}")
+        episode.rewards |= answer.rewards
+        episode.verdict = answer.verdict
+        episode.metrics.update(answer.metrics)  # type: ignore[arg-type]
+        reason = str(answer.content)
+        known = reason in _REASONS or reason == "env_timeout"
+        episode.finish_reason = served.used_up or (reason if known else "env_done")
+        for name, value in episode.metrics.items():
+            self._counts[f"seen_{name}"] += value
+
+    def _format(self, tools: Sequence[Message]) -> ChatFormat:
+        """Return how chats with these tools are written. Raises RequestError."""
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._formats:
+            try:
+                self._formats[key] = self._make(tools)
+            except Exception as error:
+                raise RequestError(
+                    400, f"these tools cannot be told to the model: {error}"
+                ) from error
+        return self._formats[key]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        kept = ids[:-1] if ids and ids[-1] in self._stops else ids
+        return self._tokenizer.decode(kept, skip_special_tokens=False)

@@ -1,0 +1,332 @@
+"""One episode whose turns are asked for over HTTP: which request goes on from which turn.
+
+Runs in: rollout actors. Hides the tree of what was said:
+
+    request: messages 1 .. n  --longest known beginning--> a turn of ours
+        behind it, where nothing else stands yet            -> its row goes on, by a suffix
+        behind it, where something else stands already      -> a row that begins with its tokens
+        no turn of ours, or a suffix that cannot be proven  -> a row that begins with a new prompt
+
+A row that begins with tokens of another one has them as its prompt, so that each sampled token is
+trained once. A turn that its client never read (it went away) belongs to no row in the end.
+
+Invariants: what was sampled or fed is never rendered again; a request that is repeated is one turn;
+the limits are those of episodes (`episodes.turn_room`). Two requests at once may not use more than
+is left of `rollout.response_length`: the second one waits where the first may need all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_grpo.config.schema import RolloutConfig
+from async_grpo.rollout.chat_format import ChatFormat, Message, Said
+from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, after, said
+from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.episodes import Episode, turn_room
+
+Sample = Callable[[list[int], Sampling], Awaitable[Completion]]
+Formats = Callable[[Sequence[Message]], ChatFormat]
+USED_UP = "context_length_exceeded"
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A turn, as a client gets it. prompt: tokens before it; forked: why it began a row of its own,
+    "" where it did not.
+    """
+
+    message: Message
+    done: Completion
+    prompt: list[int]
+    row: int
+    forked: str = ""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A turn of ours: where it stands in its row, and how it was understood."""
+
+    row: int
+    begin: int
+    end: int
+    said: Said
+    read: bool = False
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request, the clients that wait for its answer, and the turn that it became."""
+
+    task: asyncio.Task[Reply]
+    waiting: int = 0
+    turn: _Turn | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an answer goes: behind `ids` in a row, or in a new row with the prompt `ids`."""
+
+    row: int | None
+    ids: list[int]
+    forked: str = ""
+
+
+class ServedEpisode:
+    """Answers the requests of one episode."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        episode: Episode,
+        *,
+        sample: Sample,
+        formats: Formats,
+        text: Callable[[Sequence[int]], str],
+        sampling: Sampling,
+        counts: Counter[str],
+    ) -> None:
+        """sample: a turn behind these tokens. formats: by tools, or RequestError. text: of a turn,
+        with its special tokens, without the one that ended it.
+        """
+        self._rollout, self.episode = rollout, episode
+        self._sample, self._sampling = sample, sampling
+        self._formats, self._text = formats, text
+        self._counts = counts
+        self.used_up = ""
+        """The limit for which a request was refused, as a finish reason."""
+        self.open = 0
+        """Requests that wait for their answer."""
+        self._turns: dict[bytes, _Turn] = {}
+        self._asked: dict[bytes, _Asked] = {}
+        self._known: list[tuple[str, tuple[Message, ...]]] = []
+        """Label and messages of every turn, with its own."""
+        self._busy: set[int] = set()
+        self._reserved = self._begun = 0
+        self._ended = asyncio.Event()
+
+    async def answer(self, request: ChatRequest) -> Reply:
+        """Answer a request. Cancelled, it goes on: its client may send it again. Raises
+        RequestError, EngineError.
+        """
+        asked = self._asked.get(request.digest)
+        left = asked is not None and not asked.waiting and not (asked.turn and asked.turn.read)
+        if asked is None or not (request.retried or left):
+            asked = _Asked(asyncio.ensure_future(self._answer(request)))
+            self._asked[request.digest] = asked
+            asked.task.add_done_callback(_retrieved)
+        asked.waiting += 1
+        self.open += 1
+        try:
+            reply = await asyncio.shield(asked.task)
+        finally:
+            asked.waiting -= 1
+            self.open -= 1
+        asked.turn = self._turns[after(request.chain[-1], reply.message)]
+        return reply
+
+    def read(self, request: ChatRequest) -> None:
+        """Note that a client has the answer to this request."""
+        asked = self._asked.get(request.digest)
+        if asked is not None and asked.turn is not None:
+            asked.turn.read = True
+
+    async def close(self) -> None:
+        """End all requests, and take out the turns that nobody has read."""
+        tasks = [asked.task for asked in self._asked.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for turn in self._turns.values():
+            if not turn.read:  # nothing stands behind it: nobody knew it
+                self.episode.session.forget(turn.row)
+                self._counts["turns_unread"] += 1
+
+    async def _answer(self, request: ChatRequest) -> Reply:
+        chat, session = self._formats(request.tools), self.episode.session
+        place, room = await self._take_place(request, chat)
+        if place.row is None:
+            row = session.fork(place.ids)
+        else:
+            row = place.row
+            session.feed(place.ids, row)
+        if place.forked:
+            self._counts["forks"] += 1
+            self._counts[f"forks_{place.forked}"] += 1
+        self._begun += 1
+        self._busy.add(row)
+        self._reserved += room
+        before, seed = session.row(row).tokens, self._sampling.seed
+        seed = None if seed is None else (seed + self._begun) % 2**63
+        try:
+            wanted = replace(self._sampling, n=1, max_tokens=room, seed=seed)
+            done = await self._sample(before, wanted)
+        finally:
+            self._busy.discard(row)
+            self._reserved -= room
+            self._ended.set()
+        return self._taken(request, chat, before, done, row, place.forked)
+
+    def _taken(
+        self,
+        request: ChatRequest,
+        chat: ChatFormat,
+        before: list[int],
+        done: Completion,
+        row: int,
+        forked: str,
+    ) -> Reply:
+        """Append a turn to its row, and know it from now on."""
+        episode, ids = self.episode, done.token_ids.tolist()
+        cause, again = episode.session.prefilled(done, row)
+        self._counts[f"prefilled_{cause}"] += again
+        episode.session.take(done, row)
+        episode.first_token = episode.first_token or done.first_token
+        episode.last_token = time.time()
+        episode.labels |= {label for label, _, _ in done.labels}
+        self._counts["turns"] += 1
+        text = self._text(ids)
+        episode.said += [_in_words(request.messages[-1]), text]
+        try:
+            found = chat.read(before, ids, text)
+        except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
+            found = Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
+        message = said(_replied(found, self._begun))
+        turn = _Turn(row, len(before), len(before) + len(ids), found)
+        self._turns[after(request.chain[-1], message)] = turn
+        self._known.append((request.label, (*request.messages, message)))
+        return Reply(message, done, before, row, forked)
+
+    async def _take_place(self, request: ChatRequest, chat: ChatFormat) -> tuple[_Place, int]:
+        """Find where the answer goes, and its most tokens. Raises RequestError where there is no
+        room.
+        """
+        while True:
+            place = self._place(request, chat)
+            room, reason = self._room(place)
+            if request.most_tokens is not None:
+                room = min(room, request.most_tokens)
+            if self._begun >= self._rollout.max_turns:
+                room, reason = 0, "max_turns"
+            elif room < 1 and self._reserved:
+                self._ended.clear()
+                await self._ended.wait()
+                continue
+            if room >= 1:
+                return place, room
+            self.used_up = self.used_up or reason
+            raise RequestError(400, _no_room(reason, self._rollout), code=USED_UP)
+
+    def _place(self, request: ChatRequest, chat: ChatFormat) -> _Place:
+        session, messages = self.episode.session, request.messages
+        known = [at for at in range(len(messages)) if request.chain[at] in self._turns]
+        if known:
+            turn, new = self._turns[request.chain[known[-1]]], messages[known[-1] :]
+            row = session.row(turn.row)
+            before, ids = row.tokens[: turn.begin], row.tokens[turn.begin : turn.end]
+            try:
+                suffix = chat.suffix(before, ids, turn.said, [_as_template(one) for one in new])
+            except Exception:  # noqa: BLE001 - then nothing is proven
+                suffix = None
+            if suffix is not None:
+                turn.read = True  # who goes on from it has read it
+                if row.length == turn.end and turn.row not in self._busy:
+                    return _Place(turn.row, suffix)
+                return _Place(None, before + ids + suffix, "branch")
+        try:
+            prompt = chat.prompt([_as_template(one) for one in messages])
+        except Exception as error:  # templates are programs, and some refuse an order of roles
+            raise RequestError(400, f"the chat template refuses the messages: {error}") from error
+        why = "template" if known else self._changed(request)
+        return _Place(None, prompt, why)
+
+    def _room(self, place: _Place) -> tuple[int, str]:
+        session, more = self.episode.session, len(place.ids)
+        behind = length = more
+        if place.row is None:
+            behind = 0
+        else:
+            row = session.row(place.row)
+            behind, length = behind + len(row.ids), length + row.length
+        return turn_room(
+            self._rollout, sampled=session.sampled + self._reserved, behind=behind, length=length
+        )
+
+    def _changed(self, request: ChatRequest) -> str:
+        """Say why a request goes on from no turn of ours, though there are some; "" for the first
+        one of a conversation.
+        """
+        most, why = 0, ""
+        for label, theirs in self._known:
+            if label != request.label:
+                continue
+            same = 0
+            for mine, other in zip(request.messages, theirs, strict=False):
+                if mine != other:
+                    break
+                same += 1
+            if same > most or not why:
+                most, why = same, _difference(request.messages[same:], theirs[same:])
+        return why
+
+
+def _difference(mine: Sequence[Message], theirs: Sequence[Message]) -> str:
+    """Name what a client has made of a message."""
+    if not mine or not theirs:
+        return "shortened"
+    new, old = mine[0], theirs[0]
+    if new["role"] != old["role"]:
+        return "edited"
+    if "reasoning_content" in old and "reasoning_content" not in new:
+        return "reasoning"
+    if len(new.get("tool_calls", ())) == len(old.get("tool_calls", ())) > 0:
+        return "calls"
+    return "edited"
+
+
+def _replied(found: Said, number: int) -> Message:
+    """Write a turn as a chat message: arguments of calls are strings, and each call has an id."""
+    message = found.message()
+    for index, call in enumerate(message.get("tool_calls", ())):
+        call.setdefault("id", f"call_{number}_{index}")
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return message
+
+
+def _as_template(message: Message) -> Message:
+    """Give templates the arguments of calls as objects, as they expect them."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        try:
+            arguments: Any = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            arguments = function["arguments"]
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _no_room(reason: str, rollout: RolloutConfig) -> str:
+    names = {
+        "length": f"rollout.response_length: {rollout.response_length} sampled tokens",
+        "context": f"the longest row, {rollout.longest_row_in_words}",
+        "max_turns": f"rollout.max_turns: {rollout.max_turns}",
+    }
+    return f"the episode has used up what it may ({names[reason]})"
+
+
+def _in_words(message: Message) -> str:
+    return f"[{message['role']}] {message['content']}"
+
+
+def _retrieved(task: asyncio.Task[Reply]) -> None:
+    if not task.cancelled():
+        task.exception()  # whoever waits for it gets it; without anybody asyncio would log it

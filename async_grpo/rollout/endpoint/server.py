@@ -1,0 +1,227 @@
+"""The chat interface over HTTP: one server per rollout actor, one secret per episode.
+
+Runs in: rollout actors, on their event loop. Hides starlette and uvicorn, and the limits:
+
+    Authorization: Bearer SECRET -> the episode, else 401    (the secret dies with its episode)
+    body over `endpoint.body_mb` -> 413, before it is read whole
+    more than `endpoint.requests` open, or `endpoint.per_minute` in a minute -> 429
+
+Invariants: nothing of a request is logged; what a client does ends at most its own request; the
+answer to a client that went away is kept for when it asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from async_grpo.config.endpoint import EndpointConfig
+from async_grpo.rollout.endpoint import replies
+from async_grpo.rollout.endpoint.messages import RequestError, parse
+from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
+from async_grpo.rollout.engine import EngineError
+
+START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60
+MINUTE_S = 60.0
+HEAD_S = 30.0
+"""Longest time a client may take to send a body."""
+
+
+@dataclass(eq=False)
+class _Open:
+    episode: ServedEpisode
+    came: deque[float] = field(default_factory=deque)
+    """When its requests of the last minute came."""
+
+
+class Endpoint:
+    """Serves episodes. `counts`: where requests are counted by what became of them."""
+
+    def __init__(
+        self,
+        settings: EndpointConfig,
+        *,
+        words: Callable[[Sequence[int]], str],
+        counts: Counter[str],
+    ) -> None:
+        """words: the text of token ids, special ones included."""
+        self._settings, self._words = settings, words
+        self._counts = counts
+        self._open: dict[str, _Open] = {}
+        self._numbers = itertools.count()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+        """Where it is reached, for `OPENAI_BASE_URL`."""
+
+    async def start(self) -> None:
+        """Listen on a free port. Raises OSError, TimeoutError."""
+        app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ]
+        )
+        host, port = self._settings.host, self._settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve([listening]))
+        async with asyncio.timeout(START_S):
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(0.01)
+        if self._serving.done():
+            self._serving.result()
+        name = self._settings.advertise or (f"[{host}]" if ":" in host else host)
+        self.url = f"http://{name}:{listening.getsockname()[1]}/v1"
+
+    async def close(self) -> None:
+        """Stop listening, and close all connections."""
+        self._open.clear()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    @asynccontextmanager
+    async def serving(self, episode: ServedEpisode) -> AsyncIterator[str]:
+        """Serve an episode inside; its secret."""
+        key = secrets.token_urlsafe(24)
+        self._open[key] = _Open(episode)
+        try:
+            yield key
+        finally:
+            self._open.pop(key, None)
+            await episode.close()
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._admitted(request)
+        except RequestError as error:
+            return self._refused(error)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "async_grpo"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            found = self._admitted(request)
+            self._limit(found)
+            body = await self._body(request)
+            again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            wanted = parse(body, sampling=self._settings.sampling, retried=again)
+            if wanted.changed:
+                self._counts["requests_overridden"] += 1
+            reply = await self._while_connected(request, found.episode.answer(wanted))
+        except RequestError as error:
+            return self._refused(error)
+        except (ClientDisconnect, asyncio.CancelledError):
+            self._counts["requests_left"] += 1
+            return Response(status_code=499)
+        except EngineError as error:  # the episode's group fails by it, too
+            return self._refused(RequestError(503, f"the engine failed: {error}", code="engine"))
+        self._counts["requests_answered"] += 1
+        whole = replies.completion(wanted, reply, str(next(self._numbers)), self._words)
+        read = BackgroundTask(found.episode.read, wanted)
+        if wanted.stream:
+            return StreamingResponse(
+                replies.events(wanted, whole), media_type="text/event-stream", background=read
+            )
+        return JSONResponse(whole, background=read)
+
+    def _admitted(self, request: Request) -> _Open:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        found = self._open.get(key.strip()) if scheme.lower() == "bearer" else None
+        if found is None:
+            raise RequestError(
+                401, "this key belongs to no episode, or its episode has ended", code="key"
+            )
+        return found
+
+    def _limit(self, found: _Open) -> None:
+        now, settings = time.monotonic(), self._settings
+        while found.came and now - found.came[0] > MINUTE_S:
+            found.came.popleft()
+        if found.episode.open >= settings.requests:
+            raise RequestError(
+                429, f"{settings.requests} requests of this episode are open", code="rate_limit"
+            )
+        if len(found.came) >= settings.per_minute:
+            raise RequestError(
+                429,
+                f"this episode had {settings.per_minute} requests in a minute",
+                code="rate_limit",
+            )
+        found.came.append(now)
+
+    async def _body(self, request: Request) -> bytes:
+        most = round(self._settings.body_mb * 2**20)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(HEAD_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise RequestError(
+                            413,
+                            f"the request is larger than endpoint.body_mb = "
+                            f"{self._settings.body_mb:g}",
+                            code="too_large",
+                        )
+        except TimeoutError as error:
+            raise RequestError(408, f"no body within {HEAD_S:g} s", code="timeout") from error
+        return bytes(body)
+
+    async def _while_connected(self, request: Request, answer: Coroutine[Any, Any, Reply]) -> Reply:
+        """Await an answer; raise ClientDisconnect where its client has gone."""
+        work = asyncio.ensure_future(answer)
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    def _refused(self, error: RequestError) -> Response:
+        self._counts[f"requests_{error.status}"] += 1
+        return JSONResponse(replies.failure(error), status_code=error.status)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals of this process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield

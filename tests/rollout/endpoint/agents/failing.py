@@ -1,0 +1,56 @@
+"""Programs that go wrong, each in its way; without any package."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+kind = sys.argv[1]
+messages = [{"role": "user", "content": "2:7>"}]
+
+
+def ask() -> dict:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+
+RIGHT = json.dumps({"rewards": {"correct": 1.0}, "verdict": 1})
+if kind != "never_asks":
+    messages.append(ask())
+if kind == "exits":
+    print("Traceback\nBoom", file=sys.stderr)
+    print(RIGHT)
+    sys.exit(3)
+elif kind == "says_nothing":
+    print("all right")
+elif kind == "never_asks":
+    print(RIGHT)
+elif kind == "prints_much":
+    for _ in range(64):
+        print("x" * 2**16)
+    print(RIGHT)
+elif kind == "kills_itself":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif kind == "unknown_reward":
+    print(json.dumps({"rewards": {"other": 1.0}}))
+elif kind == "hangs":
+    time.sleep(600)
+elif kind == "asks_for_ever":
+    while True:
+        messages.append({"role": "user", "content": "4>"})
+        messages.append(ask())
+elif kind == "leaves":
+    code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+    with open(sys.argv[2], "a") as pids:
+        for _ in range(8):
+            child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            pids.write(child.stdout.readline().decode())
+    print(RIGHT)
