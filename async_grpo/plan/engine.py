@@ -42,6 +42,10 @@ class Speed:
         """Make an engine in which no response slows down another one."""
         return cls(((1.0, tokens_per_s), (1e9, 1e9 * tokens_per_s)))
 
+    def times(self, factor: float) -> Speed:
+        """Return the speed of an engine that is so much faster."""
+        return Speed(tuple((count, factor * total) for count, total in self.curve), self.prompt)
+
     def total(self, running: float) -> float:
         """Tokens per second of all."""
         first, last = self.curve[0], self.curve[-1]
@@ -80,6 +84,9 @@ class SharedEngine:
     places: int
     now: float = 0.0
     progress: float = 0.0
+    slow: float = 1.0
+    """How much longer everything takes now, since others use its cores; `advance` before a change.
+    """
     stopped_s: float = 0.0
     """Seconds from `now` on in which nothing is sampled."""
     running: dict[Hashable, Response] = field(default_factory=dict)
@@ -98,7 +105,7 @@ class SharedEngine:
         self.now, self.stopped_s = now, self.stopped_s - stopped
         self.busy_s += passed if self.running else 0.0
         if self.running and passed > stopped:
-            more = (passed - stopped) * self.speed.each(len(self.running))
+            more = (passed - stopped) * self.speed.each(len(self.running)) / self.slow
             self.progress += more
             self.sampled += more * len(self.running)
 
@@ -134,7 +141,7 @@ class SharedEngine:
         if not self._ends:
             return math.inf
         left = max(self._ends[0][0] - self.progress, 0.0)
-        return self.now + self.stopped_s + left / self.speed.each(len(self.running))
+        return self.now + self.stopped_s + self.slow * left / self.speed.each(len(self.running))
 
     def ended(self) -> list[Response]:
         """Take out what has ended by now; places are taken by those that wait."""

@@ -29,13 +29,14 @@ from async_grpo.plan.workload import Workload, mean
 
 def limits(work: Workload) -> dict[str, float]:
     """Compute the most groups per second by what limits them; infinite where something does not."""
-    step_s = work.learner_s * (work.contention if work.max_staleness else 1.0)
+    step_s = work.learner_s * (work.crowd * work.contention if work.max_staleness else 1.0)
     step_s += work.exposed_s / work.every_steps
     running = min(work.places, work.capacity * work.responses / work.actors)
     paused = min(work.pause_s / (work.every_steps * step_s), 0.9)
-    engines = work.actors * work.speed.total(running) * (1 - paused) / work.group_tokens
+    crowd = work.slow(work.actors, learning=work.max_staleness > 0)
+    engines = work.actors * work.speed.total(running) * (1 - paused) / work.group_tokens / crowd
     verifying = work.responses * work.verify_s
-    each = work.speed.each(running)
+    each = work.speed.each(running) / crowd
     longest_s, group_s = (mean(found) / each for found in (_longest(work), map(max, work.lengths)))
     outstanding = min(work.outstanding or work.capacity, work.capacity)
     return {

@@ -17,6 +17,8 @@ from async_grpo.runtime.time_ledger import LearnerTime, spent
 
 KEPT_GROUPS = 256
 LEAST_STEPS = 5
+AGAIN = "again"
+"""Instead of a size: what responses took that were computed again."""
 LEAST_SHARE = 0.01
 """Of the engines' time, at speeds that are looked at."""
 STEP = (
@@ -84,7 +86,9 @@ class Meter:
         """Return what was measured; None while that is too little."""
         if self._first is None or self.steps < LEAST_STEPS:
             return None
-        curve = _curve(self._first, self._last)
+        sizes = _sizes(self._first, self._last)
+        again = sizes.pop(AGAIN, {})
+        curve = _curve(sizes)
         if not curve:
             return None
         learner, engine = self.time, spent(self._first, self._last, "time/engine/")
@@ -99,6 +103,7 @@ class Meter:
             publish_s=means["weights/until_live_s"],
             exposed_s=learner.seconds["publishing"] / self.steps * every_steps,
             pause_s=means["weights/engine_paused_s"],
+            again_s=again["s"] / again["tokens"] if again.get("tokens") else 0.0,
             verify_s=means["rollout/verifier_s"],
             delay_s=means["rollout/environment_s"],
             contention=self._contention,
@@ -112,16 +117,19 @@ def _began_again(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
     return any(now[name] < before.get(name, 0.0) for name in names if name.count("/") > 1)
 
 
-def _curve(
-    first: Mapping[str, float], last: Mapping[str, float]
-) -> tuple[tuple[float, float], ...]:
-    """Make points (responses, tokens per second) of the seconds, tokens and steps by size."""
+def _sizes(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the seconds, tokens and steps in between, by size."""
     sums: dict[str, dict[str, float]] = {}
     for name, value in last.items():
         _, found, rest = name.partition("engine/")
         if found and not name.startswith("time/"):
             size, _, kind = rest.partition("/")
             sums.setdefault(size, {})[kind] = value - first.get(name, 0.0)
+    return sums
+
+
+def _curve(sums: Mapping[str, Mapping[str, float]]) -> tuple[tuple[float, float], ...]:
+    """Make points (responses, tokens per second) of the seconds, tokens and steps by size."""
     total = sum(one["s"] for one in sums.values())
     return tuple(
         sorted(

@@ -40,6 +40,7 @@ STEPS, LEAST_TOKENS = 48, 1e-9
 MOST_RESPONSES = 60_000
 """Of a rehearsal, so that large steps do not take long: there are fewer steps then."""
 STUCK = 1_000_000
+LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Rehearsal:
         self._skip = min(3 * (workload.max_staleness + 1), 24)
         self._steps = self._skip + max(8, min(steps, MOST_RESPONSES // responses))
         self._random = random.Random(seed)
+        self._to_draw: list[tuple[int, ...]] = []
         self._now, self._ended = 0.0, False
         self._serial = 0
         self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
@@ -104,6 +106,12 @@ class Rehearsal:
         self._versions = [0]
         self._waiting, self._publishing = True, False
         self._asked = 0.0
+        self._learning = self._since = 0.0
+        """Seconds that the learner would need alone for the rest of its step, at `_since`."""
+        self._slower = 1.0
+        """How much longer they take now."""
+        self._busy, self._learned = 0, False
+        """Engines that generate, and whether the learner works, when that was set."""
         self._lags: list[float] = []
         self._stale = self._tokens = 0.0
         self._idle_s = self._from = 0.0
@@ -117,6 +125,7 @@ class Rehearsal:
         while not self._ended:
             self._now, _, call, arguments = heapq.heappop(self._events)
             call(*arguments)
+            self._share()
             events += 1
             if events > STUCK:
                 raise RuntimeError(f"the rehearsal of {self._work} does not end")
@@ -160,10 +169,10 @@ class Rehearsal:
 
     def _begin(self, index: int, count: int) -> None:
         """Begin so many groups in an engine."""
-        work, engine = self._work, self._engines[index]
+        engine = self._engines[index]
         engine.advance(self._now)
         for _ in range(count):
-            lengths = work.lengths[self._random.randrange(len(work.lengths))]
+            lengths = self._lengths()
             group = _Group(self._issued, self._live, lengths, len(lengths))
             self._issued += 1
             self._slots += 1
@@ -172,6 +181,13 @@ class Rehearsal:
                 [Response((group.serial, at), length) for at, length in enumerate(lengths)]
             )
         self._expect(index)
+
+    def _lengths(self) -> tuple[int, ...]:
+        """Draw a group's lengths; all have had their turn before one comes again."""
+        if not self._to_draw:
+            self._to_draw = list(self._work.lengths)
+            self._random.shuffle(self._to_draw)
+        return self._to_draw.pop()
 
     def _room(self, engine: SharedEngine) -> int:
         """Count the groups that its actor asks for: one more than it has places for."""
@@ -249,25 +265,36 @@ class Rehearsal:
         if step > self._skip:
             self._idle_s += self._now - max(self._asked, self._from)
             self._measure(chosen, step)
-        self._later(work.learner_s, self._work_on, work.learner_s, self._now, self._busy()[0])
+        tokens = sum(sum(group.lengths) for group in chosen)
+        self._learning = work.learner_s * tokens / (work.batch * work.group_tokens)
+        self._since, self._busy = self._now, -1  # its end is not yet expected
 
-    def _busy(self) -> tuple[float, float]:
-        """Seconds in which engines have generated, on average, and the share that does so now."""
-        for engine in self._engines:
-            engine.advance(self._now)
-        count = len(self._engines)
-        share = sum(bool(engine.running) for engine in self._engines) / count
-        return sum(engine.busy_s for engine in self._engines) / count, share
+    def _share(self) -> None:
+        """Let engines and learner go on as fast as they are now: who works slows others down."""
+        work, busy = self._work, sum(bool(engine.running) for engine in self._engines)
+        learning = self._learning > 0
+        if learning:
+            self._learning -= (self._now - self._since) / self._slower
+        self._since = self._now
+        if learning and self._learning <= LEAST_S:
+            self._learning = 0.0
+            self._later(0.0, self._end_step)
+            learning = False
+        if (busy, learning) == (self._busy, self._learned):
+            return
+        self._busy, self._learned = busy, learning
+        slow = work.slow(busy, learning=learning)
+        self._slower = slow * (1 + (work.contention - 1) * busy / work.actors)
+        if learning:
+            self._later(self._learning * self._slower, self._go_on)
+        for index, engine in enumerate(self._engines):
+            if engine.slow != slow:
+                engine.advance(self._now)
+                engine.slow = slow
+                self._expect(index)
 
-    def _work_on(self, left: float, since: float, busy_since: float) -> None:
-        """Go on with a step that was slower while engines generated."""
-        lost = 1 - 1 / self._work.contention
-        busy, share = self._busy()
-        left -= self._now - since - max(busy - busy_since, 0.0) * lost
-        if left <= 1e-3 * self._work.learner_s:
-            self._end_step()
-        else:
-            self._later(left / (1 - share * lost), self._work_on, left, self._now, busy)
+    def _go_on(self) -> None:
+        """Look at the learner again (`_share` does), when it may have ended its step."""
 
     def _end_step(self) -> None:
         work = self._work
@@ -301,7 +328,7 @@ class Rehearsal:
         self._versions.append(version)
         for index, engine in enumerate(self._engines):
             engine.advance(self._now)
-            engine.stop(self._work.pause_s)
+            engine.stop(self._work.pause_s + self._work.again_s * len(engine.running))
             self._expect(index)
         self._issue()
         self._take()

@@ -49,6 +49,8 @@ class Measured:
     """What the learner itself waits for a publication."""
     pause_s: float = 0.0
     """What an engine stands still for a publication."""
+    again_s: float = 0.0
+    """Of each response that runs during a publication: what computing it again takes the engine."""
     verify_s: float = 0.0
     """Seconds of a verifier for a response."""
     delay_s: float = 0.0
@@ -84,6 +86,7 @@ _NUMBERS = (
     "publish_s",
     "exposed_s",
     "pause_s",
+    "again_s",
     "verify_s",
     "delay_s",
     "contention",
@@ -113,9 +116,13 @@ class Workload:
     speed: Speed
     learner_s: float
     contention: float = 1.0
+    ranks: int = 1
+    cores: int | None = None
+    """That engines and learner ranks share; None where each has its own."""
     publish_s: float = 0.0
     exposed_s: float = 0.0
     pause_s: float = 0.0
+    again_s: float = 0.0
     verify_s: float = 0.0
     delay_s: float = 0.0
 
@@ -138,7 +145,6 @@ class Workload:
         group = mean(sum(one) / len(one) for one in measured.lengths) * responses
         scale = rollout.rollout_batch_size * group / measured.step_tokens
         actors = actors or config.cluster.rollout_actors.max or config.cluster.rollout_actors.min
-        crowd = crowding(actors, config.learner.ranks, cores) / measured.crowd
         return cls(
             batch=rollout.rollout_batch_size,
             responses=responses,
@@ -150,15 +156,27 @@ class Workload:
             places=max_num_seqs,
             verifiers=config.task.verifier.workers,
             lengths=_of_size(measured.lengths, responses),
-            speed=Speed(tuple((count, total / crowd) for count, total in measured.curve)),
-            learner_s=measured.learner_s * scale * crowd,
+            speed=Speed(measured.curve).times(measured.crowd),
+            learner_s=measured.learner_s * scale / measured.crowd,
             contention=measured.contention,
+            ranks=config.learner.ranks,
+            cores=cores,
             publish_s=measured.publish_s,
             exposed_s=measured.exposed_s,
             pause_s=measured.pause_s,
+            again_s=measured.again_s,
             verify_s=measured.verify_s,
             delay_s=measured.delay_s,
         )
+
+    def slow(self, engines: float, *, learning: bool) -> float:
+        """Return how much longer everything takes while so many engines generate."""
+        return crowding(engines, self.ranks if learning else 0, self.cores)
+
+    @property
+    def crowd(self) -> float:
+        """How much longer everything takes while all engines and the learner work."""
+        return self.slow(self.actors, learning=True)
 
     @property
     def capacity(self) -> int:
@@ -189,7 +207,7 @@ class Workload:
         return replace(self, learner_s=self.learner_s / ranks, **changed)
 
 
-def crowding(actors: int, ranks: int, cores: int | None) -> float:
+def crowding(actors: float, ranks: int, cores: int | None) -> float:
     """Count the engines and learner ranks for each core that they share; at least 1."""
     return 1.0 if cores is None else max(1.0, (actors + ranks) / cores)
 

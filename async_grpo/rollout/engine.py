@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 
 Purpose = Literal["rollouts", "probes", "evaluated"]
+HEALTH_S = 0.5
 
 
 class CountedRequests:
@@ -99,6 +100,7 @@ class CountedRequests:
                 final = output
             return final
 
+        self.speeds.asked()
         # a task of its own, so that its tokens can be looked at before it is cancelled
         work = asyncio.ensure_future(last())
         try:
@@ -130,9 +132,6 @@ def _states(llm: AsyncLLM, name: str) -> Iterator[Any]:
 def _ended(parent: Any) -> list[CompletionOutput]:
     """Responses that have ended, of a request whose others still run (None: it has one only)."""
     return [] if parent is None else [one for one in parent.output_aggregator if one is not None]
-
-
-HEALTH_S = 0.5
 
 
 class EngineError(RuntimeError):
@@ -454,6 +453,8 @@ class Engine:
             "resume": resumed - loaded,
             "total": resumed - started,
         }
+        again = [length for length in self._lengths().values() if clears and length]
+        self._counted.speeds.resumed(len(again))
         self._caches.resumed(lost[0], self._lengths)
         return Receipt(
             self.serving,

@@ -3,10 +3,12 @@
 Runs in: rollout actors. Reads the tokens of every step of the engine, each response's next one:
 
     step with n tokens, dt seconds after the one before it -> sums of n and dt, by size of n
+    (or after the request that an idle engine got)
+    steps behind a publication that threw caches away, until every response has a token again
+        -> what they took more than others, `again`
 
-The planner makes the engine's curve of them (`plan.measure`). A step behind a pause, or behind a
-moment without requests, is left out: dt is not its own. So is what an engine samples in a step for
-nobody; on GPUs with speculation a response may have several tokens of a step.
+The planner makes the engine's curve of them (`plan.measure`). What an engine samples in a step for
+nobody is left out; on GPUs with speculation a response may have several tokens of a step.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 KINDS = ("s", "tokens", "steps")
+AGAIN = "again"
+"""In the place of a size: seconds, responses and publications of what was computed again."""
 
 
 def size(tokens: int) -> int:
@@ -29,19 +34,64 @@ class Speeds:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since = clock, 0.0
         self._sums: Counter[str] = Counter()
+        self._paused = False
+        self._again: _Again | None = None
+
+    def asked(self) -> None:
+        """Note that a request is sent: an idle engine begins with it."""
+        if not self._since and not self._paused:
+            self._since = self._clock()
+
+    def resumed(self, responses: int) -> None:
+        """Note that an engine that stood still goes on. responses: those that have to be computed
+        again.
+        """
+        self._paused, self._since = False, self._clock()
+        self._again = _Again(responses) if responses else None
 
     def stepped(self, tokens: int, *, goes_on: bool) -> None:
         """Note a step. goes_on: responses are left, so that the next one follows at once."""
         now, since = self._clock(), self._since
         self._since = now if goes_on else 0.0
-        if since and tokens > 0:
-            for kind, more in zip(KINDS, (now - since, tokens, 1), strict=True):
-                self._sums[f"engine_{size(tokens)}_{kind}"] += more  # type: ignore[assignment]
+        if not since:
+            return
+        if self._again is not None:
+            self._recomputed(self._again, tokens, now - since, goes_on=goes_on)
+        elif tokens > 0:
+            self._add(size(tokens), now - since, tokens)
 
     def interrupted(self) -> None:
         """Note that the engine stands still."""
-        self._since = 0.0
+        self._paused, self._since = True, 0.0
+        self._again = None
+
+    def _recomputed(self, again: _Again, tokens: int, seconds: float, *, goes_on: bool) -> None:
+        """Add a step to those behind a publication; count them when the last one is known."""
+        again.seconds += seconds
+        again.tokens += tokens
+        if again.tokens < again.responses and goes_on:
+            return
+        self._again = None
+        usual = f"engine_{size(again.responses)}"
+        if known := self._sums[f"{usual}_tokens"]:
+            more = again.seconds - again.tokens * self._sums[f"{usual}_s"] / known
+            self._add(AGAIN, max(more, 0.0), again.responses)
+
+    def _add(self, what: int | str, seconds: float, tokens: int) -> None:
+        for kind, more in zip(KINDS, (seconds, tokens, 1), strict=True):
+            self._sums[f"engine_{what}_{kind}"] += more  # type: ignore[assignment]
 
     def totals(self) -> dict[str, float]:
-        """Return sums since the process began: `engine_<size>_s`, `_tokens`, `_steps`."""
+        """Return sums since the process began: `engine_<size>_s`, `_tokens`, `_steps`, with
+        `AGAIN` for a size, too.
+        """
         return dict(self._sums)
+
+
+@dataclass
+class _Again:
+    """Steps behind a publication, until as many tokens came as there were responses."""
+
+    responses: int
+    seconds: float = 0.0
+    tokens: int = 0

@@ -92,6 +92,8 @@ class Scenario:
     """Until the last engine has the weights."""
     pause_s: float = 0.0
     """How long an engine stands still for them, besides computing its contexts again."""
+    again_s: float = 0.0
+    """What each response that runs then costs besides `prompt_tokens`, to be computed again."""
     call_s: float = 0.0
     """What a call of an actor takes in the queue's process."""
     late_live_s: float = 0.0
@@ -206,17 +208,18 @@ class Scenario:
             group_size=work.responses,
             total_steps=steps,
             seen=work.lengths,
-            speed=work.speed,
+            speed=work.speed.times(1 / work.crowd),
             actors=work.actors,
             places=work.places,
             verify_s=work.verify_s,
             verifiers=work.verifiers,
-            learner_s=work.learner_s,
+            learner_s=work.learner_s * work.crowd,
             noise=0.1,
             contention=work.contention,
             publish_every=work.every_steps,
             publish_s=max(work.publish_s, 1e-3),
             pause_s=work.pause_s,
+            again_s=work.again_s,
             poll_s=work.learner_s / 20,
             overlap=work.exposed_s < work.publish_s,
         )
@@ -241,6 +244,7 @@ class Scenario:
             publish_s=self.publish_s,
             exposed_s=0.0 if self.overlap else self.publish_s,
             pause_s=self.pause_s,
+            again_s=self.again_s,
             verify_s=self.verify_s,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from async_grpo.plan.measure import Meter, relative_errors
@@ -89,6 +91,50 @@ def test_speeds_of_an_engine() -> None:
     assert [size(tokens) for tokens in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
 
 
+def test_an_idle_engine_begins_with_the_first_request() -> None:
+    now = 10.0
+    speeds = Speeds(clock=lambda: now)
+    for passed in (0.0, 0.5):  # two requests; the first one counts
+        now += passed
+        speeds.asked()
+    now += 1.0
+    speeds.stepped(2, goes_on=True)
+    speeds.asked()
+    now += 0.25
+    speeds.stepped(2, goes_on=False)
+    assert speeds.totals() == {"engine_2_s": 1.75, "engine_2_tokens": 4, "engine_2_steps": 2}
+
+
+def test_what_is_computed_again_behind_a_publication() -> None:
+    """Of 8 responses that take 1 s a step: 3 s and two steps until all have another token."""
+    now = 10.0
+    speeds = Speeds(clock=lambda: now)
+
+    def step(passed: float, tokens: int) -> None:
+        nonlocal now
+        now += passed
+        speeds.stepped(tokens, goes_on=True)
+
+    speeds.asked()
+    for _ in range(2):
+        step(1.0, 8)
+    before = speeds.totals()
+    speeds.interrupted()
+    now += 50.0
+    speeds.asked()  # it stands still
+    speeds.resumed(8)
+    step(2.0, 3)
+    step(1.0, 5)
+    again = {"engine_again_s": 2.0, "engine_again_tokens": 8, "engine_again_steps": 1}
+    assert speeds.totals() == before | again
+    step(1.0, 8)
+    speeds.interrupted()
+    speeds.resumed(0)  # the caches were kept: a step like any other
+    step(1.0, 8)
+    assert speeds.totals()["engine_8_steps"] == 4
+    assert speeds.totals()["engine_again_steps"] == 1
+
+
 def test_a_workload_takes_what_was_measured(tmp_path) -> None:
     from async_grpo.config.load import load_config
 
@@ -102,6 +148,7 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
         publish_s=0.125,
         exposed_s=0.0625,
         pause_s=0.03125,
+        again_s=0.015625,
         contention=1.25,
         crowd=1.5,
     )
@@ -118,15 +165,16 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
         ],
     )
     found = Workload.of(config, measured, max_num_seqs=24, actors=5, cores=4)
-    fewer = Workload.of(config, measured, max_num_seqs=24, actors=8, cores=4)
-    assert fewer.learner_s == pytest.approx(1.5 * found.learner_s)
-    assert fewer.speed.total(8) == pytest.approx(40.0 / 1.5)
+    assert found.slow(5, learning=True) == pytest.approx(1.5) == found.crowd
+    assert found.slow(2, learning=True) == 1 == found.slow(4, learning=False)
+    assert replace(found, cores=None).crowd == 1
     assert Workload.of(config, measured, max_num_seqs=24).speed.total(8) == pytest.approx(60.0)
     assert found.lengths == ((10, 20, 10, 20), (30, 40, 30, 40))
-    assert found.learner_s == pytest.approx(2.0 * 16 * 100 / 400)
+    assert found.learner_s == pytest.approx(2.0 / 1.5 * 16 * 100 / 400)
     assert (found.batch, found.responses, found.max_staleness, found.every_steps) == (16, 4, 3, 2)
     assert (found.outstanding, found.on_stale, found.actors, found.places) == (40, "mask", 5, 24)
     assert (found.verifiers, found.verify_s, found.delay_s) == (3, 0.5, 0.25)
     assert (found.publish_s, found.exposed_s, found.pause_s) == (0.125, 0.0625, 0.03125)
-    assert found.contention == 1.25 and found.speed.total(8) == 40.0
+    assert found.again_s == 0.015625
+    assert found.contention == 1.25 and found.speed.total(8) == pytest.approx(60.0)
     assert BASE.with_settings({"learner.ranks": 2, "replay.max_staleness": 5}).learner_s == 2.0
