@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from async_grpo.groups import GroupTicket
 from async_grpo.plan.engine import Response, SharedEngine
+from async_grpo.plan.workload import crowding
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.simulation.scenario import Job, Rollout
@@ -76,6 +77,19 @@ class Producers:
         count = max(len(engines), 1)
         generating = sum(bool(engine.running) for engine in engines)
         return sum(engine.busy_s for engine in engines) / count, generating / count
+
+    def share_cores(self, *, learning: bool) -> None:
+        """Let engines be as fast as they are while so many others use their cores."""
+        scenario = self.scenario
+        if scenario.cores is None:
+            return
+        engines = sum(bool(actor.engine.running) for actor in self.actors.values())
+        slow = crowding(engines, scenario.ranks if learning else 0, scenario.cores)
+        for actor in self.actors.values():
+            if actor.engine.slow != slow:
+                actor.engine.advance(self._run.now)
+                actor.engine.slow = slow
+                self._expect_end(actor)
 
     # ---- actors ----
 

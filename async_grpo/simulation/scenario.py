@@ -19,7 +19,7 @@ from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.plan.engine import Speed
-from async_grpo.plan.workload import Workload
+from async_grpo.plan.workload import Workload, crowding
 from async_grpo.replay.rules import OnStale, QueueSettings
 from async_grpo.wire.codec import encode_group
 
@@ -85,6 +85,9 @@ class Scenario:
     noise: float = 0.5
     contention: float = 1.0
     """How much longer learner steps take while engines generate."""
+    ranks: int = 1
+    cores: int | None = None
+    """That engines and learner ranks share; None where each has its own."""
     slower: tuple[int, float] = (0, 1.0)
     """From this step on, learner steps take this many times as long."""
     publish_every: int = 1
@@ -119,6 +122,11 @@ class Scenario:
     restarts: tuple[int, ...] = ()
     """Steps after which the whole run starts again, from the checkpoint of `lost_steps` before."""
     lost_steps: int = 0
+
+    @property
+    def slower_beside_engines(self) -> float:
+        """How much longer a learner step takes while all engines generate."""
+        return self.contention * crowding(self.actors, self.ranks, self.cores)
 
     def settings(self, trained_steps: int) -> QueueSettings:
         """Return the queue's settings for a start after `trained_steps`."""
@@ -208,12 +216,14 @@ class Scenario:
             group_size=work.responses,
             total_steps=steps,
             seen=work.lengths,
-            speed=work.speed.times(1 / work.crowd),
+            speed=work.speed,
             actors=work.actors,
             places=work.places,
             verify_s=work.verify_s,
             verifiers=work.verifiers,
-            learner_s=work.learner_s * work.crowd,
+            learner_s=work.learner_s,
+            ranks=work.ranks,
+            cores=work.cores,
             noise=0.1,
             contention=work.contention,
             publish_every=work.every_steps,
@@ -241,6 +251,8 @@ class Scenario:
             speed=self.speed,
             learner_s=self.learner_s,
             contention=self.contention,
+            ranks=self.ranks,
+            cores=self.cores,
             publish_s=self.publish_s,
             exposed_s=0.0 if self.overlap else self.publish_s,
             pause_s=self.pause_s,

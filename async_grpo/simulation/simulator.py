@@ -103,6 +103,7 @@ class Simulation:
             if self.waiting and not self.ended and (self.news or self.checked):
                 self.news = False
                 await self.ask()
+            self.producers.share_cores(learning=self.newest > self.step)
             if self.chance(self.scenario.queue_death) and not self.ended:
                 await self.die()
             if self.checked:
@@ -302,7 +303,7 @@ class Simulation:
         takes = self.scenario.learner_s * (factor if batch.step >= first else 1.0)
         noise = self.scenario.noise
         takes *= self.between(1 - noise, 1 + noise)
-        if self.scenario.contention == 1:
+        if self.scenario.slower_beside_engines == 1:
             self.later(takes, self.end_step)
         else:
             self.later(takes, self._work_on, takes, self.now, self.producers.busy()[0])
@@ -312,7 +313,7 @@ class Simulation:
     async def _work_on(self, left: float, since: float, busy_since: float) -> None:
         """Go on with a step that was slower while engines generated. left: seconds of it, alone."""
         busy, share = self.producers.busy()
-        lost = 1 - 1 / self.scenario.contention
+        lost = 1 - 1 / self.scenario.slower_beside_engines
         left -= self.now - since - max(busy - busy_since, 0.0) * lost
         if left <= 1e-3 * self.scenario.learner_s:
             await self.end_step()
