@@ -204,8 +204,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             cells = []
             for found in reached.values():
                 known = [one for one in found if one is not None]
-                missed = f", never in {len(found) - len(known)}" if len(known) < len(found) else ""
-                cells.append((numbers(known, ",.0f") if known else "") + missed)
+                missed = [f"never in {len(found) - len(known)}"] if len(known) < len(found) else []
+                cells.append(", ".join(([numbers(known, ",.0f")] if known else []) + missed))
             both = [
                 one / other
                 for one, other in zip(*(reached[side] for side in SIDES), strict=True)
@@ -250,6 +250,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     colours = dict(zip(SIDES, ("#d9722e", "#3b82c4"), strict=True))
     figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.2), sharey=True, layout="constrained")
     for column, (panel, unit) in enumerate(zip(axes, ("seconds", "tokens"), strict=True), start=1):
+        scale = 1_000 if unit == "tokens" else 1
         for side, colour in colours.items():
             found = [row for row in rows if (row["kind"], row["side"]) == ("runs", side)]
             curves = [np.array(row["points"]) for row in found]
@@ -258,11 +259,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             values = np.array([np.interp(grid, one[:, column], one[:, 3]) for one in curves])
             half = [interval(list(point))[1] for point in values.T] if len(values) > 1 else 0
             mean = values.mean(0)
-            panel.plot(grid, 100 * mean, color=colour, label=side)
+            at = grid / scale
+            panel.plot(at, 100 * mean, color=colour, label=side)
             panel.fill_between(
-                grid, 100 * (mean - half), 100 * (mean + half), color=colour, alpha=0.2, lw=0
+                at, 100 * (mean - half), 100 * (mean + half), color=colour, alpha=0.2, lw=0
             )
-        panel.set_xlabel(unit)
+        panel.set_xlabel("thousand tokens" if unit == "tokens" else unit)
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("held-out accuracy, %")
     axes[0].legend(loc="lower right", frameon=False)
