@@ -126,8 +126,12 @@ class SharedEngine:
 
     def recompute(self, context: float) -> None:
         """Compute the contexts of all that runs again; context: tokens of each before its own."""
-        held = sum(context + self.progress - one.begun for one in self.running.values())
-        self.stop(held / self.speed.prompt)
+        self.stop((self.held + context * len(self.running)) / self.speed.prompt)
+
+    @property
+    def held(self) -> float:
+        """Tokens that the running responses have."""
+        return sum(self.progress - one.begun for one in self.running.values())
 
     def done(self, key: Hashable) -> float:
         """Tokens that a response has, or 0 while it waits."""

@@ -328,7 +328,7 @@ class Rehearsal:
         self._versions.append(version)
         for index, engine in enumerate(self._engines):
             engine.advance(self._now)
-            engine.stop(self._work.pause_s + self._work.again_s * len(engine.running))
+            engine.stop(self._work.pause_s + self._work.again_s * engine.held)
             self._expect(index)
         self._issue()
         self._take()

@@ -50,7 +50,9 @@ class Measured:
     pause_s: float = 0.0
     """What an engine stands still for a publication."""
     again_s: float = 0.0
-    """Of each response that runs during a publication: what computing it again takes the engine."""
+    """Of each token that running responses have at a publication: what the engine takes longer,
+    since it computes them again.
+    """
     verify_s: float = 0.0
     """Seconds of a verifier for a response."""
     delay_s: float = 0.0

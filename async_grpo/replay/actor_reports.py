@@ -138,6 +138,10 @@ def _of_episodes(total: Mapping[str, float]) -> dict[str, float]:
             found[f"context_prefilled/{rest}"] = value
         elif kind == "seen":
             found[f"environment/{rest}"] = value / ended
+        elif kind in ("forks", "requests") and rest:
+            found[f"{kind}/{rest}"] = value
+        elif name == "turns_unread":
+            found[name] = value
     return {f"rollout/{name}": float(value) for name, value in sorted(found.items())}
 
 

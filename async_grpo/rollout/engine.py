@@ -454,7 +454,7 @@ class Engine:
             "total": resumed - started,
         }
         again = [length for length in self._lengths().values() if clears and length]
-        self._counted.speeds.resumed(len(again))
+        self._counted.speeds.resumed(again)
         self._caches.resumed(lost[0], self._lengths)
         return Receipt(
             self.serving,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 KINDS = ("s", "tokens", "steps")
 AGAIN = "again"
-"""In the place of a size: seconds, responses and publications of what was computed again."""
+"""In the place of a size: seconds, sampled tokens and publications of what was computed again."""
 
 
 def size(tokens: int) -> int:
@@ -42,12 +42,12 @@ class Speeds:
         if not self._since and not self._paused:
             self._since = self._clock()
 
-    def resumed(self, responses: int) -> None:
-        """Note that an engine that stood still goes on. responses: those that have to be computed
-        again.
+    def resumed(self, lengths: Sequence[int]) -> None:
+        """Note that an engine that stood still goes on. lengths: sampled tokens of each response
+        that has to be computed again.
         """
         self._paused, self._since = False, self._clock()
-        self._again = _Again(responses) if responses else None
+        self._again = _Again(len(lengths), sum(lengths)) if lengths else None
 
     def stepped(self, tokens: int, *, goes_on: bool) -> None:
         """Note a step. goes_on: responses are left, so that the next one follows at once."""
@@ -75,7 +75,7 @@ class Speeds:
         usual = f"engine_{size(again.responses)}"
         if known := self._sums[f"{usual}_tokens"]:
             more = again.seconds - again.tokens * self._sums[f"{usual}_s"] / known
-            self._add(AGAIN, max(more, 0.0), again.responses)
+            self._add(AGAIN, max(more, 0.0), again.held)
 
     def _add(self, what: int | str, seconds: float, tokens: int) -> None:
         for kind, more in zip(KINDS, (seconds, tokens, 1), strict=True):
@@ -93,5 +93,7 @@ class _Again:
     """Steps behind a publication, until as many tokens came as there were responses."""
 
     responses: int
+    held: int
+    """Tokens that these have by then."""
     seconds: float = 0.0
     tokens: int = 0

@@ -135,7 +135,7 @@ class Producers:
             for index, one in enumerate(job.rollouts):
                 if one.turn < len(one.turns):
                     one.served(version, actor.has(key, index))
-        again_s = self.scenario.again_s * len(actor.engine.running)
+        again_s = self.scenario.again_s * actor.engine.held
         actor.engine.stop(self.scenario.pause_s + again_s)
         actor.engine.recompute(self.scenario.prompt_tokens)
         self._expect_end(actor)

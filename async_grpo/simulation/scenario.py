@@ -96,7 +96,7 @@ class Scenario:
     pause_s: float = 0.0
     """How long an engine stands still for them, besides computing its contexts again."""
     again_s: float = 0.0
-    """What each response that runs then costs besides `prompt_tokens`, to be computed again."""
+    """What each token that running responses have then costs, to be computed again."""
     call_s: float = 0.0
     """What a call of an actor takes in the queue's process."""
     late_live_s: float = 0.0

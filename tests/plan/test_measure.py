@@ -122,14 +122,14 @@ def test_what_is_computed_again_behind_a_publication() -> None:
     speeds.interrupted()
     now += 50.0
     speeds.asked()  # it stands still
-    speeds.resumed(8)
+    speeds.resumed([10] * 8)
     step(2.0, 3)
     step(1.0, 5)
-    again = {"engine_again_s": 2.0, "engine_again_tokens": 8, "engine_again_steps": 1}
+    again = {"engine_again_s": 2.0, "engine_again_tokens": 80, "engine_again_steps": 1}
     assert speeds.totals() == before | again
     step(1.0, 8)
     speeds.interrupted()
-    speeds.resumed(0)  # the caches were kept: a step like any other
+    speeds.resumed([])  # the caches were kept: a step like any other
     step(1.0, 8)
     assert speeds.totals()["engine_8_steps"] == 4
     assert speeds.totals()["engine_again_steps"] == 1

@@ -205,7 +205,7 @@ def _message(found: Any, at: int) -> Message:
 
 def _text(content: Any, at: int) -> str:
     if content is None or isinstance(content, str):
-        return content or ""
+        return _string(content or "", f"message {at}: `content`")
     parts = []
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text":

@@ -1,0 +1,224 @@
+"""Which request goes on from which turn: rows, forks, limits, and clients that come again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from async_grpo.rollout.chat_format import Message
+from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
+from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
+from async_grpo.rollout.episodes import as_rows
+from tests.rollout.endpoint.support import Policy, served
+
+
+def request(messages: list[Message], *, retried: bool = False, **more: Any) -> ChatRequest:
+    body = json.dumps({"model": "m", "messages": messages} | more).encode()
+    return parse(body, sampling="ignore", retried=retried)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+async def say(episode: ServedEpisode, messages: list[Message], **more: Any) -> Reply:
+    wanted = request(messages, **more)
+    reply = await episode.answer(wanted)
+    episode.read(wanted)
+    return reply
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20))
+
+
+def test_an_equal_beginning_goes_on_in_its_row() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two")
+        episode = served(policy)
+        first = await say(episode, [user("a?")])
+        again = [user("a?"), first.message | {"refusal": None, "audio": None}, user("b?")]
+        await say(episode, again)
+        [row] = episode.episode.session.rows
+        assert policy.asked == ["a?", "a?one\x01b?"]
+        assert row.segments == [(0, 4), (2, 4)]
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
+        third = [{"role": "user", "content": parts}, *again[1:], {"role": "assistant"}]
+        third[-1] |= {"content": "two", "tool_calls": None}
+        await say(episode, [*third, user("c?")])
+        assert len(episode.episode.session.rows) == 1, "parts of text are the text"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda known: [user("A?"), *known[1:]], "edited"),
+        (lambda known: [known[0], known[1] | {"content": "0ne"}, *known[2:]], "edited"),
+        (lambda known: [known[0], user("and")], "edited"),
+        (lambda known: [user("a?")], "shortened"),
+    ],
+)
+def test_a_client_that_changes_history_forks_and_it_is_said(change: Any, why: str) -> None:
+    async def scenario() -> None:
+        episode = served(Policy("one", "two", "three"))
+        first = await say(episode, [user("a?")])
+        known = [user("a?"), first.message, user("b?")]
+        await say(episode, known)
+        reply = await say(episode, change(known))
+        assert reply.forked == why
+        rows = episode.episode.session.rows
+        assert len(rows) == 2 and rows[1].segments == [(0, 6)]
+
+    run(scenario())
+
+
+def test_reasoning_and_calls_count_as_they_were_said() -> None:
+    async def scenario() -> None:
+        episode = served(Policy("<plan>one", "!look", "<x>y", "<x>y", "<x>y"), reasons=True)
+        first = await say(episode, [user("a?")])
+        assert first.message["reasoning_content"] == "plan"
+        dropped = {"role": "assistant", "content": "one"}
+        assert (await say(episode, [user("a?"), first.message, user("b?")])).forked == ""
+        assert (await say(episode, [user("a?"), dropped, user("c?")])).forked == "reasoning"
+        calls = next(one for _, said in episode._known for one in said if "tool_calls" in one)
+        tool = {"role": "tool", "content": "7", "tool_call_id": calls["tool_calls"][0]["id"]}
+        known = [user("a?"), first.message, user("b?"), calls, tool]
+        other = json.loads(json.dumps(calls))
+        other["tool_calls"][0]["function"]["arguments"] = '{"a": 2, "b": 1}'
+        reordered = await say(episode, [*known[:3], other, tool])
+        assert reordered.forked == "branch", "it goes on from the turn before, in another row"
+        assert (await say(episode, known)).forked == ""
+
+    run(scenario())
+
+
+def test_branches_begin_with_the_tokens_of_their_beginning() -> None:
+    """A sampled token is trained in one row; what begins with it has it in its prompt."""
+
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three", "four")
+        episode = served(policy)
+        first = await say(episode, [user("a?")])
+        known = [user("a?"), first.message]
+        await say(episode, [*known, user("b?")])
+        assert (await say(episode, [*known, user("c?")])).forked == "branch"
+        rows = episode.episode.session.rows
+        assert bytes(rows[1].prompt) == b"a?one\x01c?" and rows[1].segments == [(0, 6)]
+        episode.episode.finish_reason = "env_done"
+        prompts, made = as_rows([episode.episode], trained=1, weights={"correct": 1.0})
+        assert [one.episode for one in made] == [0, 0] and len(prompts) == 2
+        assert sum(count for one in made for _, count in one.segments) == 14
+
+    run(scenario())
+
+
+def test_a_request_that_is_repeated_is_one_turn() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three")
+        episode = served(policy)
+        policy.hold.clear()
+        asked = request([user("a?")])
+        first = asyncio.ensure_future(episode.answer(asked))
+        await asyncio.sleep(0.01)
+        again = asyncio.ensure_future(episode.answer(request([user("a?")], retried=True)))
+        await asyncio.sleep(0.01)
+        policy.hold.set()
+        assert (await first).message == (await again).message
+        assert (await episode.answer(request([user("a?")], retried=True))) is await first
+        assert len(policy.asked) == 1
+        episode.read(asked)
+        other = await say(episode, [user("a?")])
+        assert len(policy.asked) == 2, "two drafts of one beginning are two turns"
+        assert other.forked
+
+    run(scenario())
+
+
+def test_a_client_that_went_away_gets_its_turn_when_it_comes_again() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two")
+        episode = served(policy)
+        policy.hold.clear()
+        left = asyncio.ensure_future(episode.answer(request([user("a?")])))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.sleep(0.01)
+        policy.hold.set()
+        assert (await say(episode, [user("a?")])).message["content"] == "one"
+        assert len(policy.asked) == 1
+        unread = asyncio.ensure_future(episode.answer(request([user("b?")])))
+        await asyncio.sleep(0.01)
+        unread.cancel()
+        await asyncio.sleep(0.01)
+        await episode.close()
+        [row] = episode.episode.session.rows
+        assert row.segments == [(0, 4)], "a turn that nobody has read is in no row"
+
+    run(scenario())
+
+
+def test_requests_at_once_do_not_use_more_than_there_is() -> None:
+    async def scenario() -> None:
+        policy = Policy(*["x" * 100] * 9)
+        episode = served(policy, response_length=50, turn_length=20)
+        policy.hold.clear()
+        asked = [asyncio.ensure_future(say(episode, [user(f"{number}?")])) for number in range(4)]
+        await asyncio.sleep(0.02)
+        assert policy.caps == [20, 20, 10], "the fourth one waits"
+        policy.hold.set()
+        done = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(done[3], RequestError) and episode.used_up == "length"
+        assert episode.episode.session.sampled == 50
+
+    run(scenario())
+
+
+def test_the_most_tokens_of_a_client_are_kept() -> None:
+    async def scenario() -> None:
+        policy = Policy("abcdefgh")
+        reply = await say(served(policy), [user("a?")], max_tokens=3)
+        assert reply.done.finish_reason == "length" and len(reply.done.token_ids) == 3
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_conversations_are_append_only(seed: int) -> None:
+    """Whatever clients do: rows only grow, every answered turn is in one row once, and what the
+    policy was asked is the row before its turn.
+    """
+
+    async def scenario() -> None:
+        chance = random.Random(seed)
+        policy = Policy()
+        episode = served(policy, response_length=10_000, context_length=10_000, max_turns=99)
+        histories: list[list[Message]] = [[]]
+        total, rows_before = 0, list[list[int]]()
+        for number in range(30):
+            history = chance.choice(histories)
+            kind = chance.random()
+            if kind < 0.15 and history:
+                history = history[: chance.randrange(0, len(history), 2)]
+            elif kind < 0.25 and history:
+                at = chance.randrange(len(history))
+                history = [*history[:at], history[at] | {"content": f"e{number}"}]
+                history = history if len(history) % 2 == 0 else history[:-1]
+            new = [*history, user(f"q{chance.randrange(6)}")]
+            reply = await say(episode, new)
+            total += len(reply.done.token_ids)
+            histories.append([*new, reply.message])
+            rows = episode.episode.session.rows
+            for before, row in zip(rows_before, rows, strict=False):
+                assert row.tokens[: len(before)] == before
+            rows_before = [row.tokens for row in rows]
+            assert policy.asked[-1] == bytes(reply.prompt).decode()
+        assert sum(count for row in rows for _, count in row.segments) == total
+
+    run(scenario())

@@ -1,0 +1,225 @@
+"""The chat interface as clients meet it: an unmodified SDK, wrong keys, floods, hostile bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from async_grpo.config.endpoint import EndpointConfig
+from async_grpo.rollout.endpoint.server import Endpoint
+from async_grpo.rollout.engine import EngineError
+from tests.rollout.endpoint.support import Policy, served
+from tests.support.scripted_policy import Letters
+
+ASK = [{"role": "user", "content": "a?"}]
+
+
+class Open:
+    """An endpoint with one episode."""
+
+    def __init__(self, endpoint: Endpoint, policy: Policy, key: str, episode: Any) -> None:
+        self.endpoint, self.policy = endpoint, policy
+        self.key, self.episode = key, episode
+        self.counts = endpoint._counts
+
+    def sdk(self, **more: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.endpoint.url, api_key=self.key, **more)
+
+    async def post(self, content: bytes | None = None, *, key: str | None = None) -> httpx.Response:
+        body = json.dumps({"model": "m", "messages": ASK}).encode() if content is None else content
+        async with httpx.AsyncClient() as client:
+            return await client.post(
+                self.endpoint.url + "/chat/completions",
+                content=body,
+                headers={"Authorization": f"Bearer {self.key if key is None else key}"},
+                timeout=20,
+            )
+
+
+@asynccontextmanager
+async def opened(policy: Policy, *, reasons: bool = False, **settings: Any) -> AsyncIterator[Open]:
+    endpoint = Endpoint(
+        EndpointConfig.model_validate(settings),
+        words=lambda ids: Letters().decode(ids, skip_special_tokens=False),
+        counts=Counter(),
+    )
+    await endpoint.start()
+    episode = served(policy, reasons=reasons)
+    try:
+        async with asyncio.timeout(40), endpoint.serving(episode) as key:
+            yield Open(endpoint, policy, key, episode)
+    finally:
+        await endpoint.close()
+
+
+async def test_an_unmodified_sdk() -> None:
+    async with opened(Policy("one", "two", "!look"), reasons=True) as one, one.sdk() as client:
+        reply = await client.chat.completions.create(
+            model="gpt-4o",
+            messages=ASK,
+            logprobs=True,
+            temperature=0.3,
+            extra_body={"return_token_ids": True},
+        )
+        [choice] = reply.choices
+        assert (choice.message.content, choice.finish_reason) == ("one", "stop")
+        assert choice.model_extra["token_ids"] == [*b"one", 1]
+        assert reply.model_extra["prompt_token_ids"] == [*b"a?"]
+        assert reply.model_extra["weights"] == [["v0.0", 0, 4]]
+        assert [entry.logprob for entry in choice.logprobs.content] == [0, -1, -2, -3]
+        assert reply.usage.prompt_tokens == 2 and reply.usage.completion_tokens == 4
+        assert one.counts["requests_overridden"] == 1
+        asked = [*ASK, choice.message, {"role": "user", "content": "b?"}]
+        stream = await client.chat.completions.create(
+            model="gpt-4o", messages=asked, stream=True, stream_options={"include_usage": True}
+        )
+        events = [event async for event in stream]
+        assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == "two"
+        assert events[-1].usage.completion_tokens == 4
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        called = await client.chat.completions.create(model="gpt-4o", messages=ASK, tools=tools)
+        [choice] = called.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 2, "b": 1}
+        assert [model.id for model in (await client.models.list()).data] == ["policy"]
+
+
+async def test_an_sdk_that_retries_is_one_turn() -> None:
+    policy = Policy("one", "two")
+    policy.hold.clear()
+    async with opened(policy) as one, one.sdk(timeout=0.5, max_retries=3) as client:
+        asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=ASK))
+        await asyncio.sleep(1.2)
+        policy.hold.set()
+        assert (await asked).choices[0].message.content == "one"
+        assert len(policy.asked) == 1 and one.counts["requests_left"] >= 1
+        [row] = one.episode.episode.session.rows
+        assert row.segments == [(0, 4)]
+
+
+async def test_a_key_is_good_for_its_episode_while_that_lasts() -> None:
+    async with opened(Policy("one")) as one:
+        for key in ("x", "nonsense", one.key[:-1], one.key + "x"):
+            assert (await one.post(key=key)).status_code == 401
+        other = served(Policy("two"))
+        async with one.endpoint.serving(other) as key:
+            reply = await one.post(key=key)
+            assert reply.json()["choices"][0]["message"]["content"] == "two"
+        assert (await one.post(key=key)).status_code == 401
+        assert one.policy.asked == [] and one.counts["requests_401"] == 5
+
+
+def body_of(**changed: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": ASK} | changed).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "no JSON"),
+        (b"[" * 200_000, "no JSON"),
+        (b"\xff\xfe{}", "no JSON"),
+        (b"[]", "JSON object"),
+        (body_of(messages=None), "`messages` is empty"),
+        (body_of(messages={"role": "user"}), "must be a list"),
+        (body_of(messages=[3]), "message 0"),
+        (body_of(messages=[{"role": "root", "content": "x"}]), "`role`"),
+        (body_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "text"),
+        (body_of(messages=[{"role": "user", "content": "\ud800"}]), "Unicode"),
+        (body_of(messages=[{"role": "assistant", "content": "x"}]), "last message"),
+        (body_of(model=3), "`model`"),
+        (body_of(n=2), "`n`"),
+        (body_of(stop=["y"]), "`stop`"),
+        (body_of(max_tokens=0), "`max_tokens`"),
+        (body_of(tools=[1]), "`tools`"),
+        (body_of(tool_choice="required"), "`tool_choice`"),
+    ],
+)
+async def test_hostile_bodies_are_answered_with_a_sentence(body: bytes, says: str) -> None:
+    async with opened(Policy("one")) as one:
+        reply = await one.post(body)
+        assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+        assert (await one.post()).status_code == 200, "and the next one is answered"
+
+
+async def test_settings_of_a_client_are_refused_where_that_is_configured() -> None:
+    async with opened(Policy("one"), sampling="refuse") as one:
+        body = json.dumps({"model": "m", "messages": ASK, "temperature": 0.5, "seed": 1}).encode()
+        reply = await one.post(body)
+        assert reply.status_code == 400 and "temperature, seed" in reply.json()["error"]["message"]
+
+
+async def test_a_body_without_an_end_is_cut_off() -> None:
+    async with opened(Policy("one"), body_mb=0.25) as one:
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(2**14):
+                yield b" " * 2**16  # 1 GiB, if anybody took it
+
+        async with httpx.AsyncClient() as client:
+            try:
+                reply = await client.post(
+                    one.endpoint.url + "/chat/completions",
+                    content=parts(),
+                    headers={"Authorization": f"Bearer {one.key}"},
+                    timeout=20,
+                )
+                assert reply.status_code == 413
+            except httpx.WriteError:  # the connection was closed while it still wrote
+                pass
+        assert one.counts["requests_413"] == 1
+        assert (await one.post()).status_code == 200
+
+
+async def test_floods_are_refused_and_others_are_served() -> None:
+    policy = Policy()
+    policy.hold.clear()
+    async with opened(policy, requests=3, per_minute=12) as one:
+        held = [asyncio.ensure_future(one.post()) for _ in range(3)]
+        while one.episode.open < 3:
+            await asyncio.sleep(0.01)
+        assert (await one.post()).status_code == 429
+        other = served(Policy("two"))
+        async with one.endpoint.serving(other) as key:
+            assert (await one.post(key=key)).status_code == 200
+        policy.hold.set()
+        assert {reply.status_code for reply in await asyncio.gather(*held)} == {200}
+        codes = [(await one.post()).status_code for _ in range(12)]
+        assert codes == [200] * 9 + [429] * 3
+
+
+async def test_a_client_that_never_reads_harms_nobody() -> None:
+    async with opened(Policy("one", "two")) as one:
+        host, port = one.endpoint.url.split("//")[1].split("/")[0].split(":")
+        body = json.dumps({"model": "m", "messages": ASK})
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port))) as quiet:
+            quiet.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            quiet.sendall((head + body).encode())
+            while not one.policy.asked:
+                await asyncio.sleep(0.01)
+            assert (await one.post()).status_code == 200
+
+
+async def test_an_engine_that_fails_is_no_answer() -> None:
+    policy = Policy()
+
+    async def fails(tokens: object, sampling: object) -> None:
+        raise EngineError("it is gone")
+
+    policy.sample = fails  # type: ignore[method-assign, assignment]
+    async with opened(policy) as one:
+        reply = await one.post()
+        assert reply.status_code == 503 and "it is gone" in reply.json()["error"]["message"]
