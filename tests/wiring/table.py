@@ -6,6 +6,7 @@ from tests.support.wiring import Wire
 from tests.wiring import (
     algorithm,
     cluster,
+    endpoint,
     environment,
     learner,
     replay,
@@ -22,6 +23,7 @@ WIRES: list[Wire] = [
     *rollout.WIRES,
     *tasks.WIRES,
     *environment.WIRES,
+    *endpoint.WIRES,
     *weights.WIRES,
     *cluster.WIRES,
     *run.wires(),
