@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from async_grpo.plan.rehearsal import Prediction, Rehearsal
-from async_grpo.plan.workload import Workload, mean
+from async_grpo.plan.workload import Workload
 
-SEEDS = 3
 WORTH, LOSES = 0.05, 0.02
 """Gain of throughput that is worth a change; loss that is none."""
 LESS_LAG = 0.5
@@ -31,10 +30,8 @@ class Advised:
 
 
 def predict(work: Workload) -> Prediction:
-    """Predict a run: what `SEEDS` rehearsals come to on average, and the worst lag of all."""
-    found = [asdict(Rehearsal(work, seed=seed).run()) for seed in range(SEEDS)]
-    means = {name: mean(one[name] for one in found) for name in found[0]}
-    return Prediction(**means | {"lag_worst": max(one["lag_worst"] for one in found)})
+    """Predict a run."""
+    return Rehearsal(work).run()
 
 
 def least_outstanding(work: Workload) -> int:

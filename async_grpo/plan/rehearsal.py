@@ -84,7 +84,6 @@ class Rehearsal:
         self._skip = min(3 * (workload.max_staleness + 1), 24)
         self._steps = self._skip + max(8, min(steps, MOST_RESPONSES // responses))
         self._random = random.Random(seed)
-        self._to_draw: list[tuple[int, ...]] = []
         self._now, self._ended = 0.0, False
         self._serial = 0
         self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
@@ -169,10 +168,10 @@ class Rehearsal:
 
     def _begin(self, index: int, count: int) -> None:
         """Begin so many groups in an engine."""
-        engine = self._engines[index]
+        work, engine = self._work, self._engines[index]
         engine.advance(self._now)
         for _ in range(count):
-            lengths = self._lengths()
+            lengths = work.lengths[self._random.randrange(len(work.lengths))]
             group = _Group(self._issued, self._live, lengths, len(lengths))
             self._issued += 1
             self._slots += 1
@@ -181,13 +180,6 @@ class Rehearsal:
                 [Response((group.serial, at), length) for at, length in enumerate(lengths)]
             )
         self._expect(index)
-
-    def _lengths(self) -> tuple[int, ...]:
-        """Draw a group's lengths; all have had their turn before one comes again."""
-        if not self._to_draw:
-            self._to_draw = list(self._work.lengths)
-            self._random.shuffle(self._to_draw)
-        return self._to_draw.pop()
 
     def _room(self, engine: SharedEngine) -> int:
         """Count the groups that its actor asks for: one more than it has places for."""
@@ -266,7 +258,8 @@ class Rehearsal:
             self._idle_s += self._now - max(self._asked, self._from)
             self._measure(chosen, step)
         tokens = sum(sum(group.lengths) for group in chosen)
-        self._learning = work.learner_s * tokens / (work.batch * work.group_tokens)
+        share = 1.0 if work.even else tokens / (work.batch * work.group_tokens)
+        self._learning = work.learner_s * share
         self._since, self._busy = self._now, -1  # its end is not yet expected
 
     def _share(self) -> None:

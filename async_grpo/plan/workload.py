@@ -117,6 +117,8 @@ class Workload:
     lengths: tuple[tuple[int, ...], ...]
     speed: Speed
     learner_s: float
+    even: bool = False
+    """Whether every learner step takes as long, instead of in proportion to its tokens."""
     contention: float = 1.0
     ranks: int = 1
     cores: int | None = None

@@ -250,6 +250,7 @@ class Scenario:
             lengths=tuple(tuple(self.lengths(group_id, 1)) for group_id in ids),
             speed=self.speed,
             learner_s=self.learner_s,
+            even=True,
             contention=self.contention,
             ranks=self.ranks,
             cores=self.cores,

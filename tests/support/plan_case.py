@@ -20,6 +20,7 @@ BASE = Workload(
     lengths=((10, 20, 30, 40), (5, 5, 5, 80), (25, 25, 25, 25)),
     speed=Speed(((1.0, 40.0), (16.0, 320.0))),
     learner_s=4.0,
+    even=True,
 )
 
 
