@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from async_grpo.plan.workload import Measured
+from async_grpo.rollout.speeds import AGAIN
 from async_grpo.runtime.time_ledger import LearnerTime, spent
 
 KEPT_GROUPS = 256
 LEAST_STEPS = 5
-AGAIN = "again"
-"""Instead of a size: what responses took that were computed again."""
 LEAST_SHARE = 0.01
 """Of the engines' time, at speeds that are looked at."""
 STEP = (

@@ -13,9 +13,9 @@ import httpx
 from async_grpo.config.schema import Config
 from async_grpo.rollout.chat_format import PlainFormat
 from async_grpo.rollout.endpoint.player import ProgramPlayer
-from tests.rollout.endpoint.support import Policy, served
 from tests.support.processes import free_port
 from tests.support.scripted_policy import Letters, Saying
+from tests.support.served_episodes import Policy, served
 from tests.support.wiring import Wire
 
 PORT = free_port()

@@ -36,6 +36,19 @@ Formats = Callable[[Sequence[Message]], ChatFormat]
 USED_UP = "context_length_exceeded"
 
 
+@dataclass(eq=False)
+class ServedTurn:
+    """A turn of ours: where it stands in its row, and how it was understood; whether a client
+    has it.
+    """
+
+    row: int
+    begin: int
+    end: int
+    said: Said
+    read: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Reply:
     """A turn, as a client gets it. prompt: tokens before it; forked: why it began a row of its own,
@@ -45,19 +58,8 @@ class Reply:
     message: Message
     done: Completion
     prompt: list[int]
-    row: int
+    turn: ServedTurn
     forked: str = ""
-
-
-@dataclass(eq=False)
-class _Turn:
-    """A turn of ours: where it stands in its row, and how it was understood."""
-
-    row: int
-    begin: int
-    end: int
-    said: Said
-    read: bool = False
 
 
 @dataclass(eq=False)
@@ -66,7 +68,7 @@ class _Asked:
 
     task: asyncio.Task[Reply]
     waiting: int = 0
-    turn: _Turn | None = None
+    turn: ServedTurn | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class ServedEpisode:
         """The limit for which a request was refused, as a finish reason."""
         self.open = 0
         """Requests that wait for their answer."""
-        self._turns: dict[bytes, _Turn] = {}
+        self._turns: dict[bytes, ServedTurn] = {}
+        """The newest one behind each beginning."""
+        self._all: list[ServedTurn] = []
         self._asked: dict[bytes, _Asked] = {}
         self._known: list[tuple[str, tuple[Message, ...]]] = []
         """Label and messages of every turn, with its own."""
@@ -128,7 +132,7 @@ class ServedEpisode:
         finally:
             asked.waiting -= 1
             self.open -= 1
-        asked.turn = self._turns[after(request.chain[-1], reply.message)]
+        asked.turn = reply.turn
         return reply
 
     def read(self, request: ChatRequest) -> None:
@@ -143,7 +147,7 @@ class ServedEpisode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for turn in self._turns.values():
+        for turn in self._all:
             if not turn.read:  # nothing stands behind it: nobody knew it
                 self.episode.session.forget(turn.row)
                 self._counts["turns_unread"] += 1
@@ -198,10 +202,11 @@ class ServedEpisode:
         except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
             found = Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
         message = said(_replied(found, self._begun))
-        turn = _Turn(row, len(before), len(before) + len(ids), found)
+        turn = ServedTurn(row, len(before), len(before) + len(ids), found)
         self._turns[after(request.chain[-1], message)] = turn
+        self._all.append(turn)
         self._known.append((request.label, (*request.messages, message)))
-        return Reply(message, done, before, row, forked)
+        return Reply(message, done, before, turn, forked)
 
     async def _take_place(self, request: ChatRequest, chat: ChatFormat) -> tuple[_Place, int]:
         """Find where the answer goes, and its most tokens. Raises RequestError where there is no

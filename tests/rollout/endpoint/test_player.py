@@ -90,8 +90,9 @@ def test_an_openai_loop_is_the_python_environment() -> None:
     from async_grpo.environments.chain import Chain
 
     chain = Chain(schema.TaskConfig(name="chain"), 0)
-    index = next(at for at in range(99) if len(chain.train(at).solution) >= 5)  # type: ignore[arg-type]
-    turns = chain.train(index).solution[::2]  # type: ignore[index]
+    said = [chain.train(index).solution or () for index in range(99)]
+    index = next(at for at, one in enumerate(said) if len(one) >= 5)
+    turns = said[index][::2]
     engine = Saying(*turns, version=1)
     found, counts = play(engine, config_of(script("openai_chain")), index=index)
     assert isinstance(found, Episode), found

@@ -14,7 +14,7 @@ from async_grpo.rollout.chat_format import Message
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
 from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
 from async_grpo.rollout.episodes import as_rows
-from tests.rollout.endpoint.support import Policy, served
+from tests.support.served_episodes import Policy, served
 
 
 def request(messages: list[Message], *, retried: bool = False, **more: Any) -> ChatRequest:
@@ -160,6 +160,20 @@ def test_a_client_that_went_away_gets_its_turn_when_it_comes_again() -> None:
         await episode.close()
         [row] = episode.episode.session.rows
         assert row.segments == [(0, 4)], "a turn that nobody has read is in no row"
+
+    run(scenario())
+
+
+def test_of_two_equal_drafts_the_one_that_nobody_read_is_not_trained() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "one")
+        episode = served(policy)
+        left = asyncio.ensure_future(episode.answer(request([user("a?")], user="first")))
+        await asyncio.sleep(0.01)
+        assert left.done(), "it was answered, and its client did not say that it has the answer"
+        await say(episode, [user("a?")], user="second")
+        await episode.close()
+        assert [row.segments for row in episode.episode.session.rows] == [[(0, 4)]]
 
     run(scenario())
 

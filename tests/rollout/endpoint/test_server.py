@@ -17,8 +17,8 @@ import pytest
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import EngineError
-from tests.rollout.endpoint.support import Policy, served
 from tests.support.scripted_policy import Letters
+from tests.support.served_episodes import Policy, served
 
 ASK = [{"role": "user", "content": "a?"}]
 
