@@ -14,6 +14,7 @@ the process can run Python at all; a deadline begins with the call, not with the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import queue
@@ -137,11 +138,20 @@ class Episodes:
                 self._open.pop(episode, None)
         return ["ok", None]
 
+    async def close(self) -> None:
+        """Close all, of which none may keep the others waiting for longer than its deadline."""
+
+        async def one(episode: int) -> None:
+            with contextlib.suppress(Exception):  # of the user's code, and nobody asks any more
+                await self._close(episode)
+
+        await asyncio.gather(*[one(episode) for episode in list(self._open)])
+
 
 async def serve(
     requests: BinaryIO, replies: BinaryIO, task: Any, timeouts: dict[str, float]
 ) -> None:
-    """Answer requests as they come, until the parent closes the pipe."""
+    """Answer requests as they come, until the parent closes the pipe; then close what is open."""
     episodes = Episodes(task, timeouts)
     running: set[asyncio.Task[None]] = set()
 
@@ -156,6 +166,7 @@ async def serve(
         one = asyncio.create_task(answer(*message))
         running.add(one)
         one.add_done_callback(running.discard)
+    await episodes.close()
 
 
 def main() -> None:

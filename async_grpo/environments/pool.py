@@ -31,6 +31,8 @@ from async_grpo.tasks.children import Child, ChildError, ChildKind
 SILENCE_S = 5.0
 """A child answers this much later than its longest deadline, or is not able to."""
 CLOSE_S = 10.0
+END_S = 3.0
+"""How long a child that is ended may take to close what is open in it."""
 
 
 class EnvironmentFailed(ChildError):
@@ -129,7 +131,9 @@ class EnvironmentPool:
             raise
 
     async def close(self) -> None:
-        """Kill all children; calls in progress end in EnvironmentFailed("closed"). Idempotent."""
+        """End all children, with what their environments hold; calls in progress end in
+        EnvironmentFailed("closed"). Idempotent.
+        """
         self._closed = True
         await asyncio.gather(*[self._end(host, "closed") for host in list(self._hosts)])
 
@@ -221,10 +225,14 @@ class EnvironmentPool:
         for future in host.calls.values():
             if not future.done():
                 future.set_result([reason, detail or "the environment's process was ended"])
+        holds = bool(host.episodes) and reason == "closed"
         host.episodes.clear()
         if host.reader is not None and host.reader is not asyncio.current_task():
             host.reader.cancel()
-        await host.child.kill()
+        if holds:
+            await host.child.end(END_S)
+        else:
+            await host.child.kill()
 
     async def _left(self, host: _Host, episode: int) -> None:
         """Take an episode out of its child."""

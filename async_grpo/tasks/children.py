@@ -121,6 +121,15 @@ class Child:
                 "crash", f"the {self._kind.name} child wrote something else than an answer: {error}"
             ) from error
 
+    async def end(self, within_s: float) -> None:
+        """Close the pipe, so that the process may end by itself; then kill it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        await self.kill()
+
     async def kill(self) -> None:
         """Kill the process and what it started, and wait for its end."""
         if self._process.returncode is None:

@@ -21,7 +21,7 @@ from typing import Any
 from async_grpo.config.schema import Config
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.environments.program import sweep
+from async_grpo.environments.program_process import sweep
 from async_grpo.rollout.chat_format import ChatFormat, Message
 from async_grpo.rollout.endpoint.messages import RequestError
 from async_grpo.rollout.endpoint.served import ServedEpisode
@@ -121,7 +121,7 @@ class ProgramPlayer:
             finally:
                 await asyncio.shield(opened.close())
         except EnvironmentFailed as error:
-            if error.reason in ("crash", "memory", "timeout"):  # its owner may be gone
+            if error.reason in ("crash", "memory", "timeout", "closed"):  # its owner may be gone
                 await asyncio.to_thread(sweep, key)
             late = error.reason == "timeout"
             if late and self._config.environment.on_timeout == "score_zero":

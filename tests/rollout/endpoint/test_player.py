@@ -3,88 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.program import Program
-from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.player import ProgramPlayer
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
+from async_grpo.tasks.base import TaskError
+from tests.support.programs import config_of, play, script
 from tests.support.scripted_policy import Letters, Saying
+from tests.support.waiting import alive, wait_until, wait_until_gone
 
-AGENTS = Path(__file__).parent / "agents"
-
-
-def config_of(command: list[str], *, endpoint: dict[str, Any] | None = None, **more: Any) -> Config:
-    environment = {"workers": 1, "step_timeout_s": 30.0} | more.pop("environment", {})
-    limits = {"prompt_length": 20, "response_length": 60, "context_length": 100, "max_turns": 6}
-    return Config.model_validate(
-        {
-            "run": {"total_steps": 2},
-            "model": {"path": "m"},
-            "task": {
-                "name": "program",
-                "options": {"command": command, "of": "chain", **more.pop("options", {})},
-            },
-            "rollout": limits | {"rollout_batch_size": 2, "group_size": 2} | more,
-            "environment": environment,
-            "endpoint": endpoint or {},
-        }
-    )
+PRELOADED = pytest.mark.parametrize("preload", [[], ["openai"]], ids=["plain", "preloaded"])
 
 
-@asynccontextmanager
-async def playing(
-    engine: Any, config: Config
-) -> AsyncIterator[tuple[ProgramPlayer, Program, Counter[str]]]:
-    task, counts = Program(config.task, 0), Counter[str]()
-    pool = EnvironmentPool(config.task, config.environment, weights=task.weights, seed=0)
-    await pool.start()
-    player = ProgramPlayer(
-        config,
-        engine=engine,
-        pool=pool,
-        tokenizer=Letters(),
-        weights=task.weights,
-        counts=counts,
-        formats=lambda tools: PlainFormat(Letters()),
-    )
-    await player.start()
-    try:
-        yield player, task, counts
-    finally:
-        await player.close()
-        await pool.close()
-
-
-def script(name: str) -> list[str]:
-    return [sys.executable, str(AGENTS / f"{name}.py")]
-
-
-def play(
-    engine: Any, config: Config, *, index: int = 0
-) -> tuple[Episode | EnvironmentFailed, Counter[str]]:
-    async def scenario() -> tuple[Episode | EnvironmentFailed, Counter[str]]:
-        async with playing(engine, config) as (player, task, counts):
-            sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
-            try:
-                return await player.play(task.train(index), sampling, seed=3), counts
-            except EnvironmentFailed as error:
-                return error, counts
-
-    return asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def test_an_openai_loop_is_the_python_environment() -> None:
+@PRELOADED
+def test_an_openai_loop_is_the_python_environment(preload: list[str]) -> None:
     """The same engine, the same turns: the same rows, rewards and finish reason."""
     from async_grpo.config import schema
     from async_grpo.environments.chain import Chain
@@ -94,7 +34,9 @@ def test_an_openai_loop_is_the_python_environment() -> None:
     index = next(at for at, one in enumerate(said) if len(one) >= 5)
     turns = said[index][::2]
     engine = Saying(*turns, version=1)
-    found, counts = play(engine, config_of(script("openai_chain")), index=index)
+    found, counts = play(
+        engine, config_of(script("openai_chain"), options={"preload": preload}), index=index
+    )
     assert isinstance(found, Episode), found
 
     async def plain() -> Episode:
@@ -139,8 +81,12 @@ def test_an_openai_loop_is_the_python_environment() -> None:
         ("unknown_reward", "wrong_type", "other"),
     ],
 )
-def test_what_the_policy_cannot_have_caused_is_no_score(name: str, reason: str, says: str) -> None:
-    config = config_of([*script("failing"), name], options={"output_mb": 1.0})
+@PRELOADED
+def test_what_the_policy_cannot_have_caused_is_no_score(
+    preload: list[str], name: str, reason: str, says: str
+) -> None:
+    options = {"output_mb": 1.0, "preload": preload}
+    config = config_of([*script("failing"), name], options=options)
     found, counts = play(Saying("a1", "a2"), config)
     assert isinstance(found, EnvironmentFailed)
     assert found.reason == reason and says in str(found)
@@ -173,10 +119,67 @@ def test_an_episode_that_has_used_up_its_room_is_worth_nothing(
     assert found.session.sampled == 6
 
 
-def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
+@PRELOADED
+def test_what_a_program_leaves_behind_is_ended(preload: list[str], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    config = config_of([*script("failing"), "leaves", str(pids)])
+    config = config_of([*script("failing"), "leaves", str(pids)], options={"preload": preload})
     found, _ = play(Saying("a1"), config)
     assert isinstance(found, Episode), found
     left = [int(pid) for pid in pids.read_text().split()]
     assert len(left) == 8 and not any(Path(f"/proc/{pid}").exists() for pid in left)
+
+
+@PRELOADED
+def test_nothing_outlives_a_process_that_plays_and_is_killed(
+    preload: list[str], tmp_path: Path
+) -> None:
+    """As a rollout actor is: its environments notice, and end what their programs started."""
+    pids = tmp_path / "pids"
+    player = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.programs", str(pids), json.dumps(preload)]
+    )
+    told = wait_until(lambda: said(pids), 60, "the program to have begun eight others")
+    left = [int(pid) for pid in told.split()[:-1]]
+    assert len(left) == 9 and all(alive(pid) for pid in left)
+    player.kill()
+    player.wait(10)
+    wait_until_gone(left)
+
+
+def said(path: Path) -> str:
+    text = path.read_text() if path.exists() else ""
+    return text if text.endswith("all\n") else ""
+
+
+def test_a_forked_program_is_as_one_that_was_begun(tmp_path: Path) -> None:
+    """Arguments, directory, environment in /proc, numbers by chance, exit status of `sys.exit`."""
+    told = []
+    for preload in ([], ["random"]):
+        lines = []
+        for _ in range(2):
+            command = [*script("failing"), "tells", str(tmp_path / "told"), "more"]
+            options = {"preload": preload, "directory": str(tmp_path), "variables": {"A": "b c"}}
+            found, _ = play(Saying("a1"), config_of(command, options=options))
+            assert isinstance(found, EnvironmentFailed) and "exit status 1: the end" in str(found)
+            lines.append(json.loads((tmp_path / "told").read_text()))
+        assert lines[0].pop("by_chance") != lines[1].pop("by_chance")
+        assert lines[0].pop("key_in_proc") and lines[1].pop("key_in_proc")
+        told += lines
+    assert told[0] == told[1] == told[2] == told[3]
+    assert told[0]["directory"] == str(tmp_path) and told[0]["A"] == "b c"
+
+
+def test_a_module_that_cannot_be_imported_is_said() -> None:
+    config = config_of(script("openai_chain"), options={"preload": ["no_such_module"]})
+    found, _ = play(Saying("a1"), config)
+    assert isinstance(found, EnvironmentFailed) and found.reason == "exception"
+    assert "task.options.preload: ModuleNotFoundError: No module named 'no_such_module'" in str(
+        found
+    )
+
+
+@pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"], ["python", "-m"]])
+def test_what_cannot_be_forked_is_refused(command: list[str]) -> None:
+    config = config_of(command, options={"preload": ["json"]})
+    with pytest.raises(TaskError, match="preload is for commands like"):
+        Program(config.task, 0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -47,10 +48,28 @@ elif kind == "asks_for_ever":
     while True:
         messages.append({"role": "user", "content": "4>"})
         messages.append(ask())
-elif kind == "leaves":
+elif kind == "tells":
+    with open(f"/proc/{os.getpid()}/environ") as environment:
+        key_in_proc = "OPENAI_API_KEY=" + os.environ["OPENAI_API_KEY"] in environment.read()
+    about = {
+        "arguments": sys.argv,
+        "directory": os.getcwd(),
+        "A": os.environ["A"],
+        "name": __name__,
+        "file": __file__,
+        "path": sys.path[0],
+        "by_chance": random.random(),
+        "key_in_proc": key_in_proc,
+    }
+    with open(sys.argv[2], "w") as told:
+        json.dump(about, told)
+    sys.exit("the end")
+elif kind in ("leaves", "leaves_and_hangs"):
     code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
     with open(sys.argv[2], "a") as pids:
         for _ in range(8):
             child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
             pids.write(child.stdout.readline().decode())
+        pids.write(f"{os.getpid()}\nall\n" if kind == "leaves_and_hangs" else "")
+    time.sleep(600 if kind == "leaves_and_hangs" else 0)
     print(RIGHT)

@@ -1,0 +1,387 @@
+"""A process that plays an episode: how it is begun, read and ended.
+
+Runs in: environment children. Hides pipes, sessions, who waits for whom, and the fork server:
+
+    Launcher.begin: a subprocess; with `preload` a fork of the fork server, its imports done
+
+    stdin <- the problem;  stdout, stderr -> their ends, up to `most` bytes;  end -> an exit status
+
+Invariants: whatever a program started is ended with it, if it keeps the episode's key in its
+environment; its output is read and thrown away but for the end. This contains accidents; it is no
+sandbox against hostile code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.environments.fork_server import KEY, LARGEST
+
+KEPT = 64 * 1024
+"""Bytes of the end of each output that are looked at."""
+SWEEPS, SWEEP_S = 50, 0.02
+"""Times that what a program left is looked for, as long as there is something, and in between."""
+LAST_WORDS_S = 0.5
+"""How long the output of a program that has ended may go on."""
+_NO_KEY = "-" * 32
+"""As long as every key of an episode: the fork server's place for it."""
+_PASSED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
+_FORK_SERVER = Path(__file__).with_name("fork_server.py")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: its exit status (negative: a signal), whether it was ended because it
+    printed too much, and the last line of each output.
+    """
+
+    code: int
+    printed_much: bool
+    out: str
+    err: str
+
+
+class ProgramProcess:
+    """One program, which has begun."""
+
+    def __init__(self, pid: int, wait: Callable[[], int], pipes: _Pipes, *, key: str) -> None:
+        """wait: for its end, when that has come; its exit status."""
+        self.pid, self._key = pid, key
+        self._wait, self._pipes = wait, pipes
+        self._code: int | None = None
+
+    async def end(self) -> Ended:
+        """Wait for the end, whoever still has the outputs."""
+        await _exit_of(self.pid)
+        closed = await self._pipes.closed(LAST_WORDS_S)
+        self.kill()  # while its number is still its own
+        if not closed:  # something that it left has its output
+            await asyncio.to_thread(sweep, self._key, but=self.pid)
+        self._code = self._wait()
+        out, err = await self._pipes.read()
+        return Ended(self._code, self._pipes.printed_much, _last_line(out), _last_line(err))
+
+    async def close(self) -> None:
+        """End the program and what it started."""
+        if self._code is None:
+            self.kill()
+            await asyncio.to_thread(sweep, self._key, but=self.pid)
+            await _exit_of(self.pid)
+            self._code = self._wait()
+        await asyncio.to_thread(sweep, self._key)
+        await self._pipes.read()
+
+    def kill(self) -> None:
+        """Kill the program's session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Launcher:
+    """Begins programs with one command; with modules to be imported before, by forking."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        directory: str | None,
+        variables: Mapping[str, str],
+        preload: Sequence[str] = (),
+        most: int,
+    ) -> None:
+        """directory: None for this process's. variables: beside those that are passed on. most:
+        bytes of both outputs.
+        """
+        self._arguments, self._directory = list(arguments), directory
+        self._variables, self._preload = dict(variables), list(preload)
+        self._most = most
+        self._server: _ForkServer | None = None
+        self._asking = asyncio.Lock()
+
+    async def begin(self, problem: bytes, variables: Mapping[str, str]) -> ProgramProcess:
+        """Begin a program. problem: its standard input; variables: of this episode, with its key.
+        Raises OSError, RuntimeError.
+        """
+        _adopt()
+        ours, theirs = _pipe_ends()
+        try:
+            if self._preload:
+                pid, wait = await self._fork(variables, theirs)
+            else:
+                pid, wait = self._exec(variables, theirs)
+        except BaseException:
+            for one in ours:
+                os.close(one)
+            raise
+        finally:
+            for one in theirs:
+                os.close(one)
+        pipes = _Pipes(self._most)
+        process = ProgramProcess(pid, wait, pipes, key=variables[KEY])
+        await pipes.open(ours, problem, too_much=process.kill)
+        return process
+
+    def _exec(
+        self, variables: Mapping[str, str], outputs: Sequence[int]
+    ) -> tuple[int, Callable[[], int]]:
+        begun = subprocess.Popen(
+            self._arguments,
+            stdin=outputs[0],
+            stdout=outputs[1],
+            stderr=outputs[2],
+            cwd=self._directory,
+            env=self._whole(variables),
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        return begun.pid, begun.wait
+
+    async def _fork(
+        self, variables: Mapping[str, str], outputs: Sequence[int]
+    ) -> tuple[int, Callable[[], int]]:
+        async with self._asking:
+            if self._server is None or not self._server.alive:
+                self._server = await _ForkServer.start(
+                    self._arguments, self._preload, self._directory, self._whole({KEY: _NO_KEY})
+                )
+            pid = await self._server.fork(variables, outputs)
+        return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def _whole(self, variables: Mapping[str, str]) -> dict[str, str]:
+        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        return {**passed, "PYTHONUNBUFFERED": "1", **self._variables, **variables}
+
+
+class _ForkServer:
+    """The process that has imported, and forks."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process, self._control = process, control
+
+    @classmethod
+    async def start(
+        cls,
+        arguments: Sequence[str],
+        modules: Sequence[str],
+        directory: str | None,
+        variables: Mapping[str, str],
+    ) -> _ForkServer:
+        """Start it, and wait for its imports. Raises OSError, RuntimeError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        plan = json.dumps({"modules": list(modules), "arguments": list(arguments[1:])})
+        with theirs:
+            process = subprocess.Popen(
+                [arguments[0], str(_FORK_SERVER), str(theirs.fileno()), plan],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                cwd=directory,
+                env=dict(variables),
+                preexec_fn=_die_with_parent,
+            )
+        ours.setblocking(False)
+        server = cls(process, ours)
+        said = await server._said()
+        if "ready" not in said:
+            server._end()
+            raise RuntimeError(f"task.options.preload: {said['error']}")
+        return server
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        if self._process.poll() is None:
+            return True
+        self._control.close()
+        return False
+
+    async def fork(self, variables: Mapping[str, str], outputs: Sequence[int]) -> int:
+        """Return the pid of a new program with these files. Raises RuntimeError."""
+        message = json.dumps({**variables, "parent": str(os.getpid())}).encode()
+        if len(message) > LARGEST:
+            raise RuntimeError(f"the variables of an episode have more than {LARGEST} bytes")
+        socket.send_fds(self._control, [message], list(outputs))
+        return int((await self._said())["pid"])
+
+    async def _said(self) -> dict[str, str]:
+        loop = asyncio.get_running_loop()
+        try:
+            message = await loop.sock_recv(self._control, LARGEST)
+        except BaseException:  # an answer that nobody waits for would be the next one's
+            self._end()
+            raise
+        if not message:
+            self._end()
+            raise RuntimeError(
+                "the process that task.options.preload forks from has ended; its own output is "
+                "on stderr"
+            )
+        return json.loads(message)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+
+class _Pipes:
+    """A program's three files, seen from outside."""
+
+    def __init__(self, most: int) -> None:
+        self._printed, self._most = 0, most
+        self._talk: asyncio.Task[tuple[bytes, bytes]] | None = None
+
+    @property
+    def printed_much(self) -> bool:
+        """Whether more was printed than allowed."""
+        return self._printed > self._most
+
+    async def open(self, ends: Sequence[int], problem: bytes, too_much: Callable[[], None]) -> None:
+        """Begin to write and read. ends: of stdin, stdout, stderr."""
+        into = await _writer(ends[0])
+        out, err = [await _reader(one) for one in ends[1:]]
+        self._talk = asyncio.create_task(self._both(into, problem, out, err, too_much))
+
+    async def closed(self, timeout_s: float) -> bool:
+        """Wait until both outputs have ended; whether they have."""
+        assert self._talk is not None
+        done, _ = await asyncio.wait({self._talk}, timeout=timeout_s)
+        return bool(done)
+
+    async def read(self) -> tuple[bytes, bytes]:
+        """Wait for the ends of both outputs."""
+        assert self._talk is not None
+        return await asyncio.shield(self._talk)
+
+    async def _both(
+        self,
+        into: asyncio.StreamWriter,
+        problem: bytes,
+        out: asyncio.StreamReader,
+        err: asyncio.StreamReader,
+        too_much: Callable[[], None],
+    ) -> tuple[bytes, bytes]:
+        async def read(stream: asyncio.StreamReader) -> bytes:
+            kept = b""
+            while part := await stream.read(KEPT):
+                self._printed += len(part)
+                if self.printed_much:
+                    too_much()
+                kept = (kept + part)[-KEPT:]
+            return kept
+
+        async def say() -> None:
+            with contextlib.suppress(ConnectionError):  # it may not want to know
+                into.write(problem)
+                await into.drain()
+            into.close()
+
+        _, first, second = await asyncio.gather(say(), read(out), read(err))
+        return first, second
+
+
+def sweep(key: str, *, but: int = 0) -> None:
+    """Kill all processes of this user that have an episode's key in their environment, and take
+    what those leave to their parent, where that is this process. but: one whose end somebody else
+    waits for.
+    """
+    marked = f"{KEY}={key}".encode()
+    killed: set[int] = set()
+    for _ in range(SWEEPS):
+        found = {pid for pid in _processes() if marked in _environment(pid).split(b"\0")}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+        killed.discard(but)
+        for pid in killed:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not found and not any(Path(f"/proc/{pid}").exists() for pid in killed):
+            return
+        time.sleep(SWEEP_S)
+
+
+def _adopt() -> None:
+    """Become the parent of what programs leave, and end by the pool's pipe alone: this process's
+    end is what ends them.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def _pipe_ends() -> tuple[list[int], list[int]]:
+    """Return this process's ends and the program's, of stdin, stdout and stderr."""
+    read_in, write_in = os.pipe()
+    read_out, write_out = os.pipe()
+    read_err, write_err = os.pipe()
+    return [write_in, read_out, read_err], [read_in, write_out, write_err]
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+    )
+    return reader
+
+
+async def _writer(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(descriptor, "wb", 0)
+    )
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _exit_of(pid: int) -> None:
+    """Wait until a child has ended, whoever still has its output."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended, and somebody has waited for it
+        return
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _processes() -> list[int]:
+    own = os.getpid()
+    return [
+        int(one.name)
+        for one in Path("/proc").iterdir()
+        if one.name.isdigit() and int(one.name) != own
+    ]
+
+
+def _environment(pid: int) -> bytes:
+    """Read a process's environment; empty for one that has ended, or that is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _last_line(output: bytes) -> str:
+    lines = output.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
