@@ -13,6 +13,7 @@ Invariants: a program has its own environment, also in /proc, where its episode'
 it dies with the environment child. Threads of imported modules do not live on in programs.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -22,6 +23,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 
 KEY = "OPENAI_API_KEY"
@@ -53,13 +55,12 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 _become(json.loads(message), outputs, control, place)
-                break
+                _run(plan["arguments"])
             control.send(json.dumps({"pid": pid}).encode())
             os._exit(0)
         os.waitpid(between, 0)
         for one in outputs:
             os.close(one)
-    _run(plan["arguments"])
 
 
 def _become(variables: dict, outputs: list, control: socket.socket, place: int) -> None:
@@ -94,13 +95,34 @@ def _directory(arguments: list) -> str:
 
 
 def _run(arguments: list) -> None:
-    """Run a script, or a module behind `-m`, as the interpreter would."""
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+    """Run a script, or a module behind `-m`, as the interpreter would, to the end of this process.
+    What was imported is not torn down: that takes longer than many a program.
+    """
+    code = 0
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as error:
+        code = _code_of(error)
+    except BaseException:  # noqa: BLE001 - said as the interpreter says it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _code_of(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -12,33 +12,31 @@ How it is begun, read and ended is `program_process`'s.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from async_grpo.config import schema
-from async_grpo.config.section import Section
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.fork_server import KEY
 from async_grpo.environments.program_process import Launcher, ProgramProcess
-from async_grpo.tasks.base import Problem, TaskError, parse_options
+from async_grpo.environments.served import ServedOptions, ServedTask, result_of, told
+from async_grpo.tasks.base import TaskError, parse_options
 
-LONGEST_LINE = 300
 
-
-class ProgramOptions(Section):
+class ProgramOptions(ServedOptions):
     """Options of the task `program`."""
 
     command: Annotated[list[str] | str, Field(min_length=1)]
-    """The program and its arguments, as a list or as a line; no shell reads it."""
-    of: str = "jsonl"
-    """Task whose problems are posed; its `train`, `eval` and `fields` are this task's."""
-    of_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that task."""
-    rewards: dict[str, float] | None = None
-    """Weights of the reward components that the program may name; null: those of the task `of`."""
+    """The program and its arguments, as a list or as a line; no shell reads it. `python` alone is
+    the interpreter of the run.
+    """
     directory: str | None = None
     """Working directory of the program; null: that of the run."""
     variables: dict[str, str] = Field(default_factory=dict)
@@ -54,57 +52,54 @@ class ProgramOptions(Section):
     @property
     def arguments(self) -> list[str]:
         """The command as a list."""
-        return shlex.split(self.command) if isinstance(self.command, str) else self.command
+        words = shlex.split(self.command) if isinstance(self.command, str) else self.command
+        return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
 
-class Program:
+class Program(ServedTask):
     """Problems of another task, for a program; see `Task`."""
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        from async_grpo.tasks.registry import create_task
-
-        self._options = parse_options(ProgramOptions, settings)
-        if not self._options.arguments:
+        options = parse_options(ProgramOptions, settings)
+        if not options.arguments:
             raise TaskError("task.options.command is empty: name the program")
-        if self._options.preload and not _forkable(self._options.arguments):
+        if options.preload and not _forkable(options.arguments):
             raise TaskError(
                 "task.options.preload is for commands like [python, agent.py] or [python, -m, "
                 "agent], without options of the interpreter"
             )
-        if self._options.of == "program":
-            raise TaskError("task.options.of is `program`: name the task whose problems it plays")
-        inner = settings.model_copy(
-            update={"name": self._options.of, "options": self._options.of_options}
-        )
-        self._task = create_task(inner, seed)
-        self.weights = dict(self._options.rewards or self._task.weights)
+        super().__init__(settings, options, seed)
+        self.options = options
         self._launcher = Launcher(
-            self._options.arguments,
-            directory=self._options.directory,
-            variables=self._options.variables,
-            preload=self._options.preload,
-            most=round(self._options.output_mb * 2**20),
+            options.arguments,
+            directory=options.directory,
+            variables=options.variables,
+            preload=options.preload,
+            most=round(options.output_mb * 2**20),
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the problems; see `Task.fingerprint`."""
-        return f"program-{self._task.fingerprint}"
-
-    def __len__(self) -> int:
-        return len(self._task)
-
-    def train(self, index: int) -> Problem:
-        """Training problem `index`; see `Task.train`."""
-        return _for_program(self._task.train(index))
-
-    def evaluation(self, n: int) -> list[Problem]:
-        """Held-out problems; see `Task.evaluation`."""
-        return [_for_program(problem) for problem in self._task.evaluation(n)]
+    def check(self, timeout_s: float) -> None:
+        """Find what is begun, and import what is preloaded. Raises TaskError."""
+        options, arguments = self.options, self.options.arguments
+        directory = Path(options.directory or ".")
+        if not directory.is_dir():
+            raise TaskError(f"task.options.directory: {directory} is no directory")
+        own = "/" in arguments[0]
+        if shutil.which(str(directory / arguments[0]) if own else arguments[0]) is None:
+            raise TaskError(f"task.options.command: there is no program {arguments[0]}")
+        script = arguments[1] if len(arguments) > 1 else ""
+        if script.endswith(".py") and not (directory / script).is_file():
+            raise TaskError(f"task.options.command: {directory / script} does not exist")
+        if options.preload:
+            try:
+                asyncio.run(asyncio.wait_for(self._launcher.check(), timeout_s))
+            except (OSError, RuntimeError, TimeoutError) as error:
+                why = str(error) or f"not imported within {timeout_s:g} s"
+                raise TaskError(f"task.options.preload: {why}") from error
 
     def environment(self) -> ProgramEnvironment:
         """Return a new process's owner, which has begun nothing yet."""
-        return ProgramEnvironment(self._options, self._launcher)
+        return ProgramEnvironment(self.options, self._launcher)
 
 
 class ProgramEnvironment:
@@ -119,8 +114,8 @@ class ProgramEnvironment:
     async def reset(self, reference: Any, seed: int) -> Observation:
         """Begin the program. reference: the problem, with `url` and `key` of the policy."""
         variables = {"OPENAI_BASE_URL": reference["url"], KEY: reference["key"]}
-        problem = {"prompt": reference["prompt"], "reference": reference["reference"], "seed": seed}
-        self._process = await self._launcher.begin(json.dumps(problem).encode(), variables)
+        problem = json.dumps(told(reference, seed)).encode()
+        self._process = await self._launcher.begin(problem, variables)
         return Observation()
 
     async def step(self, action: Action) -> Observation:
@@ -135,7 +130,14 @@ class ProgramEnvironment:
         if ended.code != 0:
             how = f"signal {-ended.code}" if ended.code < 0 else f"exit status {ended.code}"
             raise RuntimeError(f"the program ended with {how}: {ended.err}")
-        return result_of(ended.out)
+        try:
+            found = json.loads(ended.out)
+        except ValueError:
+            found = None
+        try:
+            return result_of(found, ended.out)
+        except ValueError as error:
+            raise RuntimeError(f"the last line of the program {error}") from error
 
     async def close(self) -> None:
         """End the program and what it started."""
@@ -143,38 +145,7 @@ class ProgramEnvironment:
             await self._process.close()
 
 
-def is_program(task: object) -> bool:
-    """Whether a task's episodes are played by programs."""
-    return isinstance(task, Program)
-
-
 def _forkable(arguments: list[str]) -> bool:
     if len(arguments) < 2 or arguments[1] == "-m":
         return len(arguments) > 2
     return not arguments[1].startswith("-")
-
-
-def _for_program(problem: Problem) -> Problem:
-    reference = {"prompt": problem.prompt, "reference": problem.reference}
-    return Problem(problem.prompt, reference, problem.solution)
-
-
-def result_of(line: str) -> Observation:
-    """Read what a program says last. Raises RuntimeError."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("rewards"), dict):
-        raise RuntimeError(
-            'the last line of the program must be JSON like {"rewards": {"correct": 1.0}, '
-            f'"verdict": 1}}; it was {line[:LONGEST_LINE]!r}'
-        )
-    reason = found.get("finish_reason", "env_done")
-    return Observation(
-        reason if isinstance(reason, str) else "env_done",
-        found["rewards"],
-        done=True,
-        verdict=found.get("verdict"),
-        metrics=found.get("metrics") or {},
-    )

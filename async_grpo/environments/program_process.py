@@ -134,6 +134,10 @@ class Launcher:
         await pipes.open(ours, problem, too_much=process.kill)
         return process
 
+    async def check(self) -> None:
+        """Start the fork server once and end it. Raises OSError, RuntimeError."""
+        (await self._start()).end()
+
     def _exec(
         self, variables: Mapping[str, str], outputs: Sequence[int]
     ) -> tuple[int, Callable[[], int]]:
@@ -154,11 +158,14 @@ class Launcher:
     ) -> tuple[int, Callable[[], int]]:
         async with self._asking:
             if self._server is None or not self._server.alive:
-                self._server = await _ForkServer.start(
-                    self._arguments, self._preload, self._directory, self._whole({KEY: _NO_KEY})
-                )
+                self._server = await self._start()
             pid = await self._server.fork(variables, outputs)
         return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    async def _start(self) -> _ForkServer:
+        return await _ForkServer.start(
+            self._arguments, self._preload, self._directory, self._whole({KEY: _NO_KEY})
+        )
 
     def _whole(self, variables: Mapping[str, str]) -> dict[str, str]:
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -195,8 +202,8 @@ class _ForkServer:
         server = cls(process, ours)
         said = await server._said()
         if "ready" not in said:
-            server._end()
-            raise RuntimeError(f"task.options.preload: {said['error']}")
+            server.end()
+            raise RuntimeError(said["error"])
         return server
 
     @property
@@ -220,17 +227,17 @@ class _ForkServer:
         try:
             message = await loop.sock_recv(self._control, LARGEST)
         except BaseException:  # an answer that nobody waits for would be the next one's
-            self._end()
+            self.end()
             raise
         if not message:
-            self._end()
+            self.end()
             raise RuntimeError(
-                "the process that task.options.preload forks from has ended; its own output is "
-                "on stderr"
+                "the process that programs are forked from has ended; its own output is on stderr"
             )
         return json.loads(message)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End it; programs that it has forked go on."""
         self._process.kill()
         self._process.wait()
         self._control.close()

@@ -17,6 +17,8 @@ from typing import Any
 
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.external import DIRECTORY, External
+from async_grpo.environments.program import Program
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.preflight.architecture import check_architecture
@@ -116,6 +118,7 @@ def check_fit(
     of_evaluation: look at held-out problems, since nothing is trained.
     """
     yield from rate_notes(config)
+    yield from served_notes(config, task)
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():
@@ -147,6 +150,17 @@ def check_fit(
             raise SetupError(f"evaluation.task: {error}") from error
     if config.model.path is not None:
         yield from check_architecture(config, model, learner=not of_evaluation)
+
+
+def served_notes(config: Config, task: Task) -> Iterator[str]:
+    """Say where workers find the run, and check that programs can be begun. Raises TaskError."""
+    if isinstance(task, Program):
+        task.check(config.environment.reset_timeout_s)
+    if isinstance(task, External):
+        yield (
+            "episodes are played by workers; rollout actors say where they are in "
+            f"{Path(config.run.dir) / DIRECTORY} (docs/agents.md)"
+        )
 
 
 class _Letters:
@@ -183,6 +197,7 @@ def _check_episodes(config: Config, task: Task) -> None:
 def _check_warm_start(config: Config, task: Task) -> None:
     """Check what is known before the model is made. Raises SetupError."""
     model, letters = "a warm-started model", _Letters()
+    list(served_notes(config, task))
     sample = _sample(config, task)
     for place, problem in sample.items():
         if why := unfit(problem):

@@ -186,7 +186,12 @@ class RolloutActor:
             cpu=others,
         )
         players = Players(
-            config, engine=engine, tokenizer=tokenizer, counts=self._counts, cpu=others
+            config,
+            name=self.actor_id,
+            engine=engine,
+            tokenizer=tokenizer,
+            counts=self._counts,
+            cpu=others,
         )
         self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
         if plays:

@@ -25,6 +25,7 @@ BUILT_IN = {
     "chain": "async_grpo.environments.chain:Chain",
     "adventure": "async_grpo.environments.adventure:Adventure",
     "program": "async_grpo.environments.program:Program",
+    "external": "async_grpo.environments.external:External",
     "gymnasium": "async_grpo.environments.adapters:Gymnasium",
     "textarena": "async_grpo.environments.adapters:TextArena",
     "skyrl_gym": "async_grpo.environments.adapters:SkyRLGym",

@@ -15,7 +15,8 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.program import Program
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.player import ProgramPlayer
+from async_grpo.rollout.endpoint.player import Host, ProgramHost, ServedPlayer
+from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode
 from tests.support.scripted_policy import Letters, Saying
@@ -44,25 +45,41 @@ def config_of(command: list[str], *, endpoint: dict[str, Any] | None = None, **m
 @asynccontextmanager
 async def playing(
     engine: Any, config: Config
-) -> AsyncIterator[tuple[ProgramPlayer, Program, Counter[str]]]:
+) -> AsyncIterator[tuple[ServedPlayer, Program, Counter[str]]]:
     task, counts = Program(config.task, 0), Counter[str]()
     pool = EnvironmentPool(config.task, config.environment, weights=task.weights, seed=0)
     await pool.start()
-    player = ProgramPlayer(
-        config,
-        engine=engine,
-        pool=pool,
-        tokenizer=Letters(),
-        weights=task.weights,
-        counts=counts,
-        formats=lambda tools: PlainFormat(Letters()),
+    endpoint = Endpoint(config.endpoint, words=Letters().decode, counts=counts)
+    await endpoint.start()
+    player = served_player(
+        config, engine, endpoint, ProgramHost(pool), weights=task.weights, counts=counts
     )
-    await player.start()
     try:
         yield player, task, counts
     finally:
-        await player.close()
         await pool.close()
+        await endpoint.close()
+
+
+def served_player(
+    config: Config,
+    engine: Any,
+    endpoint: Endpoint,
+    host: Host,
+    *,
+    weights: dict[str, float],
+    counts: Counter[str],
+) -> ServedPlayer:
+    return ServedPlayer(
+        config,
+        engine=engine,
+        endpoint=endpoint,
+        host=host,
+        tokenizer=Letters(),
+        weights=weights,
+        counts=counts,
+        formats=lambda tools: PlainFormat(Letters()),
+    )
 
 
 def script(name: str) -> list[str]:

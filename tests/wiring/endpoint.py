@@ -6,15 +6,13 @@ import asyncio
 import json
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import httpx
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.player import ProgramPlayer
+from async_grpo.rollout.endpoint.server import Endpoint
 from tests.support.processes import free_port
-from tests.support.scripted_policy import Letters, Saying
+from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 from tests.support.wiring import Wire
 
@@ -28,20 +26,12 @@ def listening(config: Config) -> tuple[str, bool, list[int]]:
 
 
 async def _listening(config: Config) -> tuple[str, bool, list[int]]:
-    player = ProgramPlayer(
-        config,
-        engine=Saying(),  # type: ignore[arg-type]
-        pool=mock.Mock(),
-        tokenizer=Letters(),
-        weights={"correct": 1.0},
-        counts=Counter(),
-        formats=lambda tools: PlainFormat(Letters()),
-    )
-    await player.start()
-    url = httpx.URL(player.endpoint.url)
+    endpoint = Endpoint(config.endpoint, words=Letters().decode, counts=Counter())
+    await endpoint.start()
+    url = httpx.URL(endpoint.url)
     policy = Policy()
     try:
-        async with player.endpoint.serving(served(policy)) as key, httpx.AsyncClient() as client:
+        async with endpoint.serving(served(policy)) as key, httpx.AsyncClient() as client:
             # a name of `advertise` need not lead here
             at = f"http://{config.endpoint.host}:{url.port}/v1/chat/completions"
 
@@ -57,7 +47,7 @@ async def _listening(config: Config) -> tuple[str, bool, list[int]]:
             policy.hold.set()
             codes += sorted(await asyncio.gather(*held))
     finally:
-        await player.close()
+        await endpoint.close()
     return url.host, url.port == PORT, codes
 
 

@@ -1,13 +1,14 @@
-"""Plays episodes that are programs: each talks to the policy over the actor's endpoint.
+"""Plays episodes over HTTP: a program, or a worker elsewhere, talks to the actor's endpoint.
 
 Runs in: rollout actors. Hides that an episode's turns come over HTTP:
 
-    program (environment child) --requests--> Endpoint -> ServedEpisode -> engine
+    program (environment child), or worker --requests--> Endpoint -> ServedEpisode -> engine
             --its end: rewards-->  Episode
 
-What it means that a program fails: after a request that was refused because the episode had used up
-its tokens or turns, the policy may have caused it, and the episode is worth nothing; so is one that
-takes too long (`environment.on_timeout`). Any other failure is never scored: EnvironmentFailed.
+What it means that a program or a worker fails: after a request that was refused because the episode
+had used up its tokens or turns, the policy may have caused it, and the episode is worth nothing; so
+is one that takes too long (`environment.on_timeout`). Any other failure is never scored:
+EnvironmentFailed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
 from async_grpo.environments.base import Action, Observation
@@ -34,15 +35,58 @@ from async_grpo.tasks.base import Problem
 _REASONS = ("env_done", "stop", "length", "max_turns", "context", "invalid_action", "repetition")
 
 
-class ProgramPlayer:
-    """Plays the programs of one task on one engine; see `EpisodePlayer`."""
+class Host(Protocol):
+    """Has episodes played by somebody who talks to the endpoint."""
+
+    @property
+    def open_episodes(self) -> int:
+        """Count the episodes that are played now."""
+
+    async def run(
+        self, reference: dict[str, Any], seed: int, *, url: str, key: str, busy: Callable[[], bool]
+    ) -> Observation:
+        """Have one played to its end. busy: whether a request of it is open. Raises
+        EnvironmentFailed.
+        """
+
+
+class ProgramHost:
+    """Runs a program per episode, in the environment children."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+
+    @property
+    def open_episodes(self) -> int:
+        """Count the episodes that have a program."""
+        return self._pool.open_episodes
+
+    async def run(
+        self, reference: dict[str, Any], seed: int, *, url: str, key: str, busy: Callable[[], bool]
+    ) -> Observation:
+        """Run one to its end. Raises EnvironmentFailed."""
+        try:
+            opened, _ = await self._pool.open({**reference, "url": url, "key": key}, seed)
+            try:
+                return await opened.step(Action(""))
+            finally:
+                await asyncio.shield(opened.close())
+        except EnvironmentFailed as error:
+            if error.reason in ("crash", "memory", "timeout", "closed"):  # its owner may be gone
+                await asyncio.to_thread(sweep, key)
+            raise
+
+
+class ServedPlayer:
+    """Plays the served episodes of one task on one engine; see `EpisodePlayer`."""
 
     def __init__(
         self,
         config: Config,
         *,
         engine: Engine,
-        pool: EnvironmentPool,
+        endpoint: Endpoint,
+        host: Host,
         tokenizer: Any,
         weights: dict[str, float],
         counts: Counter[str],
@@ -50,24 +94,16 @@ class ProgramPlayer:
     ) -> None:
         """Take the parts. formats: how chats with these tools are written; or SetupError."""
         self._config, self._engine = config, engine
-        self._pool, self._tokenizer = pool, tokenizer
+        self._host, self._tokenizer = host, tokenizer
         self._weights, self._counts = weights, counts
         self._stops = frozenset(engine.stop_token_ids)
         self._make, self._formats = formats, dict[str, ChatFormat]()
-        self.endpoint = Endpoint(config.endpoint, words=tokenizer.decode, counts=counts)
-
-    async def start(self) -> None:
-        """Begin to listen. Raises OSError."""
-        await self.endpoint.start()
-
-    async def close(self) -> None:
-        """Stop listening."""
-        await self.endpoint.close()
+        self._endpoint = endpoint
 
     @property
     def open_episodes(self) -> int:
-        """Count the episodes that have a program."""
-        return self._pool.open_episodes
+        """Count the episodes that are played now."""
+        return self._host.open_episodes
 
     async def play(
         self,
@@ -100,7 +136,7 @@ class ProgramPlayer:
             counts=self._counts,
         )
         try:
-            async with self.endpoint.serving(served) as key:
+            async with self._endpoint.serving(served) as key:
                 answer = await self._run(problem, seed, served, key)
             self._judge(episode, answer, served)
         except EnvironmentFailed as error:
@@ -112,17 +148,16 @@ class ProgramPlayer:
     async def _run(
         self, problem: Problem, seed: int, served: ServedEpisode, key: str
     ) -> Observation:
-        """Run the program to its end."""
-        reference = {**problem.reference, "url": self.endpoint.url, "key": key}
+        """Have the episode played, and say what a failure means."""
         try:
-            opened, _ = await self._pool.open(reference, seed)
-            try:
-                return await opened.step(Action(""))
-            finally:
-                await asyncio.shield(opened.close())
+            return await self._host.run(
+                problem.reference,
+                seed,
+                url=self._endpoint.url,
+                key=key,
+                busy=lambda: served.open > 0,
+            )
         except EnvironmentFailed as error:
-            if error.reason in ("crash", "memory", "timeout", "closed"):  # its owner may be gone
-                await asyncio.to_thread(sweep, key)
             late = error.reason == "timeout"
             if late and self._config.environment.on_timeout == "score_zero":
                 return Observation("env_timeout", done=True, verdict=0.0)
@@ -133,7 +168,7 @@ class ProgramPlayer:
     def _judge(self, episode: Episode, answer: Observation, served: ServedEpisode) -> None:
         """Note what an episode is worth. Raises EnvironmentFailed without anything to train."""
         if not episode.session.rows:
-            raise EnvironmentFailed("silent", "the program ended without asking the policy")
+            raise EnvironmentFailed("silent", "the episode ended without asking the policy")
         unknown = sorted(set(answer.rewards) - set(self._weights))
         if unknown:
             raise EnvironmentFailed("wrong_type", f"there is no reward {', '.join(unknown)}")

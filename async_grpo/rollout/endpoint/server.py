@@ -5,6 +5,7 @@ Runs in: rollout actors, on their event loop. Hides starlette and uvicorn, and t
     Authorization: Bearer SECRET -> the episode, else 401    (the secret dies with its episode)
     body over `endpoint.body_mb` -> 413, before it is read whole
     more than `endpoint.requests` open, or `endpoint.per_minute` in a minute -> 429
+    /v1/work/... -> `work`, where episodes are played elsewhere
 
 Invariants: nothing of a request is logged; what a client does ends at most its own request; the
 answer to a client that went away is kept for when it asks again.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import math
 import secrets
 import socket
 import time
@@ -21,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,11 +36,15 @@ from starlette.routing import Route
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.rollout.endpoint import replies
 from async_grpo.rollout.endpoint.messages import RequestError, parse
-from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
+from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.endpoint.work import Work
 from async_grpo.rollout.engine import EngineError
 
 START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60
 MINUTE_S = 60.0
+_T = TypeVar("_T")
+_OUTSIDE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
+"""Addresses that are nobody's (RFC 5737, RFC 3849)."""
 HEAD_S = 30.0
 """Longest time a client may take to send a body."""
 
@@ -58,9 +65,13 @@ class Endpoint:
         *,
         words: Callable[[Sequence[int]], str],
         counts: Counter[str],
+        work: Work | None = None,
     ) -> None:
-        """words: the text of token ids, special ones included."""
+        """words: the text of token ids, special ones included. work: for episodes that are played
+        elsewhere.
+        """
         self._settings, self._words = settings, words
+        self._work = work
         self._counts = counts
         self._open: dict[str, _Open] = {}
         self._numbers = itertools.count()
@@ -70,13 +81,18 @@ class Endpoint:
         """Where it is reached, for `OPENAI_BASE_URL`."""
 
     async def start(self) -> None:
-        """Listen on a free port. Raises OSError, TimeoutError."""
-        app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
+        """Begin to listen. Raises OSError, TimeoutError."""
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        if self._work is not None:
+            routes += [
+                Route("/v1/work/lease", self._lease, methods=["POST"]),
+                Route("/v1/work/heartbeat", self._heartbeat, methods=["POST"]),
+                Route("/v1/work/result", self._result, methods=["POST"]),
             ]
-        )
+        app = Starlette(routes=routes)
         host, port = self._settings.host, self._settings.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
@@ -96,7 +112,7 @@ class Endpoint:
                 await asyncio.sleep(0.01)
         if self._serving.done():
             self._serving.result()
-        name = self._settings.advertise or (f"[{host}]" if ":" in host else host)
+        name = self._settings.advertise or _reached_by(host)
         self.url = f"http://{name}:{listening.getsockname()[1]}/v1"
 
     async def close(self) -> None:
@@ -151,13 +167,48 @@ class Endpoint:
             )
         return JSONResponse(whole, background=read)
 
+    async def _lease(self, request: Request) -> Response:
+        """Give an episode to a worker, or 204 where there is none in time."""
+        assert self._work is not None
+        try:
+            if not secrets.compare_digest(_key(request).encode(), self._work.key.encode()):
+                raise RequestError(401, "this is not the key of workers", code="key")
+            wait_s = _seconds(await self._body(request))
+            found = await self._while_connected(request, self._work.lease(wait_s))
+        except RequestError as error:
+            return self._refused(error)
+        except (ClientDisconnect, asyncio.CancelledError):
+            return Response(status_code=499)
+        self._counts["leases"] += found is not None
+        return Response(status_code=204) if found is None else JSONResponse(found)
+
+    async def _heartbeat(self, request: Request) -> Response:
+        try:
+            self._admitted(request)
+        except RequestError as error:
+            return self._refused(error)
+        return JSONResponse({})
+
+    async def _result(self, request: Request) -> Response:
+        assert self._work is not None
+        try:
+            self._admitted(request)
+            self._work.finish(_key(request), await self._body(request))
+        except RequestError as error:
+            return self._refused(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return JSONResponse({})
+
     def _admitted(self, request: Request) -> _Open:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        found = self._open.get(key.strip()) if scheme.lower() == "bearer" else None
+        key = _key(request)
+        found = self._open.get(key)
         if found is None:
             raise RequestError(
                 401, "this key belongs to no episode, or its episode has ended", code="key"
             )
+        if self._work is not None:
+            self._work.heard(key)
         return found
 
     def _limit(self, found: _Open) -> None:
@@ -194,7 +245,7 @@ class Endpoint:
             raise RequestError(408, f"no body within {HEAD_S:g} s", code="timeout") from error
         return bytes(body)
 
-    async def _while_connected(self, request: Request, answer: Coroutine[Any, Any, Reply]) -> Reply:
+    async def _while_connected(self, request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
         """Await an answer; raise ClientDisconnect where its client has gone."""
         work = asyncio.ensure_future(answer)
         gone = asyncio.ensure_future(_disconnected(request))
@@ -211,6 +262,36 @@ class Endpoint:
     def _refused(self, error: RequestError) -> Response:
         self._counts[f"requests_{error.status}"] += 1
         return JSONResponse(replies.failure(error), status_code=error.status)
+
+
+def _key(request: Request) -> str:
+    """Return the secret of a request; "" where there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _seconds(body: bytes) -> float:
+    """Read how long a worker waits for work. Raises RequestError."""
+    try:
+        found = json.loads(body or b"{}")
+        wait_s = float(found.get("wait_s", 0.0))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RequestError(400, 'say {"wait_s": seconds}', code="lease") from error
+    if not 0 <= wait_s < math.inf:
+        raise RequestError(400, "wait_s must be a number of seconds from 0 on", code="lease")
+    return wait_s
+
+
+def _reached_by(host: str) -> str:
+    """Return what others call this interface in an address; of all interfaces, the one that leads
+    out.
+    """
+    if host in ("0.0.0.0", "::"):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(_OUTSIDE[family])  # nothing is sent
+            host = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
 
 
 async def _disconnected(request: Request) -> None:

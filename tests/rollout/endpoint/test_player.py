@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,9 +174,7 @@ def test_a_module_that_cannot_be_imported_is_said() -> None:
     config = config_of(script("openai_chain"), options={"preload": ["no_such_module"]})
     found, _ = play(Saying("a1"), config)
     assert isinstance(found, EnvironmentFailed) and found.reason == "exception"
-    assert "task.options.preload: ModuleNotFoundError: No module named 'no_such_module'" in str(
-        found
-    )
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in str(found)
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"], ["python", "-m"]])
@@ -183,3 +182,24 @@ def test_what_cannot_be_forked_is_refused(command: list[str]) -> None:
     config = config_of(command, options={"preload": ["json"]})
     with pytest.raises(TaskError, match="preload is for commands like"):
         Program(config.task, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"directory": "/nowhere"}, "/nowhere is no directory"),
+        ({"command": ["no_such_program"]}, "there is no program no_such_program"),
+        ({"command": ["./no_such_program"]}, "there is no program ./no_such_program"),
+        ({"command": ["python", "no_agent.py"]}, "no_agent.py does not exist"),
+        ({"preload": ["no_such_module"]}, "preload: ModuleNotFoundError"),
+        ({"command": ["true", "agent"], "preload": ["json"]}, "has ended"),
+    ],
+)
+def test_what_cannot_be_begun_is_said_before_a_run(options: dict[str, Any], says: str) -> None:
+    config = config_of(script("openai_chain"), options=options)
+    with pytest.raises(TaskError, match=says):
+        Program(config.task, 0).check(30.0)
+
+
+def test_a_program_that_can_be_begun_passes() -> None:
+    Program(config_of(script("openai_chain"), options={"preload": ["json"]}).task, 0).check(30.0)

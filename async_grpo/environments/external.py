@@ -1,0 +1,56 @@
+"""Episodes that somebody else's service plays: it asks rollout actors for work over HTTP.
+
+Runs in: the driver and rollout actors. Hides nothing; `rollout.endpoint.work` has the protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from async_grpo.config import schema
+from async_grpo.environments.base import Action, Observation
+from async_grpo.environments.served import ServedOptions, ServedTask
+from async_grpo.tasks.base import parse_options
+
+DIRECTORY = "workers"
+"""Where rollout actors say how they are reached, in the run's directory."""
+
+
+class ExternalOptions(ServedOptions):
+    """Options of the task `external`."""
+
+    lease_s: Annotated[float, Field(gt=0)] = 60.0
+    """An episode fails, and its group is issued again, when its worker has said nothing for this
+    many seconds: no heartbeat, and no request.
+    """
+    wait_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest that an episode waits for a worker; then its group fails."""
+
+
+class External(ServedTask):
+    """Problems of another task, for workers elsewhere; see `Task`."""
+
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
+        self.options = parse_options(ExternalOptions, settings)
+        super().__init__(settings, self.options, seed)
+
+    def environment(self) -> Elsewhere:
+        """Return what stands for a worker where environments are described."""
+        return Elsewhere()
+
+
+class Elsewhere:
+    """An environment that is not here."""
+
+    def reset(self, reference: object, seed: int) -> Observation:
+        """Raise RuntimeError."""
+        raise RuntimeError("episodes of task `external` are played by workers")
+
+    def step(self, action: Action) -> Observation:
+        """Raise RuntimeError."""
+        raise RuntimeError("episodes of task `external` are played by workers")
+
+    def close(self) -> None:
+        """Do nothing."""

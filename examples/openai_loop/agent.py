@@ -1,0 +1,21 @@
+"""The environment of task `chain` around an unmodified `openai` client."""
+
+import json
+import sys
+
+from openai import OpenAI
+
+problem = json.load(sys.stdin)
+table, right = problem["reference"]["table"], problem["reference"]["answer"]
+messages = [{"role": "user", "content": problem["prompt"]}]
+client, verdict = OpenAI(), 0.0
+while True:
+    reply = client.chat.completions.create(model="policy", messages=messages)
+    said = reply.choices[0].message
+    verb, digit = said.content[:1], said.content[1:]
+    if verb == "a" and digit.isdigit():  # an answer
+        verdict = float(int(digit) == right)
+        break
+    answer = f"{table[int(digit)]}>" if verb == "g" and digit.isdigit() else "?>"
+    messages += [said, {"role": "user", "content": answer}]
+print(json.dumps({"rewards": {"correct": verdict}, "verdict": verdict}))
