@@ -6,7 +6,7 @@ player is told of one is its prompt, its reference and the seed of its group.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import Field
 
@@ -39,14 +39,15 @@ class ServedTask:
             raise TaskError(
                 f"task.options.of is `{options.of}`: name the task whose problems are posed"
             )
-        inner = settings.model_copy(update={"name": options.of, "options": options.of_options})
-        self._name, self._task = settings.name, create_task(inner, seed)
+        self.posed = settings.model_copy(update={"name": options.of, "options": options.of_options})
+        """Settings of the task whose problems these are."""
+        self._task = create_task(self.posed, seed)
         self.weights = dict(options.rewards or self._task.weights)
 
     @property
     def fingerprint(self) -> str:
-        """Of the problems; see `Task.fingerprint`."""
-        return f"{self._name}-{self._task.fingerprint}"
+        """Of the problems, which come in the order of their own task; see `Task.fingerprint`."""
+        return self._task.fingerprint
 
     def __len__(self) -> int:
         return len(self._task)
@@ -60,7 +61,7 @@ class ServedTask:
         return [_for_player(problem) for problem in self._task.evaluation(n)]
 
 
-def is_served(task: object) -> bool:
+def is_served(task: object) -> TypeGuard[ServedTask]:
     """Whether a task's episodes are played over HTTP."""
     return isinstance(task, ServedTask)
 

@@ -14,7 +14,7 @@ from async_grpo.environments.external import External
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.environments.served import is_served
 from async_grpo.rollout.chat_format import PlainFormat, chat_format_of, chat_format_with
-from async_grpo.rollout.endpoint.player import ProgramHost, ServedPlayer
+from async_grpo.rollout.endpoint.player import Host, ProgramHost, ServedPlayer
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.endpoint.work import Work, WorkHost, announce
 from async_grpo.rollout.engine import Engine, Purpose, Sampling
@@ -72,24 +72,49 @@ class Players:
     async def of(self, settings: TaskConfig, task: Any) -> Player:
         """Start a player of this task. Raises EnvironmentFailed("start"), OSError."""
         config, tokenizer = self._config, self._tokenizer
-        common: dict[str, Any] = {
-            "engine": self._engine,
-            "tokenizer": tokenizer,
-            "weights": task.weights,
-            "counts": self._counts,
-        }
         if isinstance(task, External):
-            host = WorkHost(self._work, task, config.environment)
-            return await self._served(host=host, **common)
+            return await self.served(WorkHost(self._work, task, config.environment), task)
         pool = EnvironmentPool(
             settings, config.environment, weights=task.weights, seed=config.seed, cpu=self._cpu
         )
         self._pools.append(pool)
         await pool.start()
         if is_served(task):
-            return await self._served(host=ProgramHost(pool), **common)
-        chat = chat_format_of(config, tokenizer, task)
-        return EpisodePlayer(config, chat=chat, pool=pool, **common)
+            return await self.served(ProgramHost(pool), task)
+        return EpisodePlayer(
+            config,
+            engine=self._engine,
+            pool=pool,
+            tokenizer=tokenizer,
+            weights=task.weights,
+            counts=self._counts,
+            chat=chat_format_of(config, tokenizer, task),
+        )
+
+    async def served(self, host: Host, task: Any) -> ServedPlayer:
+        """Start a player whose episodes this host has played over HTTP. Raises OSError."""
+        config, tokenizer = self._config, self._tokenizer
+        if self._endpoint is None:
+            self._endpoint = Endpoint(
+                config.endpoint, words=tokenizer.decode, counts=self._counts, work=self._work
+            )
+            await self._endpoint.start()
+        if isinstance(host, WorkHost) and self._announced is None:
+            self._announced = announce(
+                Path(config.run.dir), self._name, url=self._endpoint.url, key=self._work.key
+            )
+        return ServedPlayer(
+            config,
+            engine=self._engine,
+            endpoint=self._endpoint,
+            host=host,
+            tokenizer=tokenizer,
+            weights=task.weights,
+            counts=self._counts,
+            formats=lambda tools: (
+                chat_format_with(config, tokenizer, tools) or PlainFormat(tokenizer)
+            ),
+        )
 
     async def close(self) -> None:
         """End all environments, and stop listening."""
@@ -99,23 +124,3 @@ class Players:
             await pool.close()
         if self._endpoint is not None:
             await self._endpoint.close()
-
-    async def _served(self, **parts: Any) -> ServedPlayer:
-        config, tokenizer = self._config, self._tokenizer
-        if self._endpoint is None:
-            self._endpoint = Endpoint(
-                config.endpoint, words=tokenizer.decode, counts=self._counts, work=self._work
-            )
-            await self._endpoint.start()
-        if isinstance(parts["host"], WorkHost) and self._announced is None:
-            self._announced = announce(
-                Path(config.run.dir), self._name, url=self._endpoint.url, key=self._work.key
-            )
-        return ServedPlayer(
-            config,
-            endpoint=self._endpoint,
-            formats=lambda tools: (
-                chat_format_with(config, tokenizer, tools) or PlainFormat(tokenizer)
-            ),
-            **parts,
-        )

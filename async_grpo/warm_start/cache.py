@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from async_grpo.config.schema import Config, WarmStart
+from async_grpo.environments.served import is_served
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.registry import load_task, problem_index
@@ -113,14 +114,14 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
 
 def cache_path(config: Config, task: Task) -> Path:
     """Directory that the model of this configuration and task has in the cache."""
-    settings = _settings(config)
+    settings, posed = _settings(config), task.posed if is_served(task) else config.task
     key = {
         "recipe": RECIPE_VERSION,
         "settings": settings.model_dump(mode="json", exclude={"cache_dir"}),
         "seed": config.seed,
-        "task": config.task.name,
-        "train": config.task.train,
-        "options": config.task.options,
+        "task": posed.name,
+        "train": posed.train,
+        "options": posed.options,
         "fingerprint": task.fingerprint,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]

@@ -113,8 +113,11 @@ class ServedPlayer:
         seed: int,
         purpose: Purpose = "rollouts",
         group: GroupPlay | None = None,
+        watch: Callable[[ServedEpisode], None] = lambda served: None,
     ) -> Episode:
-        """Play one episode; see `EpisodePlayer.play`. Raises EnvironmentFailed, EngineError."""
+        """Play one episode; see `EpisodePlayer.play`. watch: is told of it when it begins. Raises
+        EnvironmentFailed, EngineError.
+        """
         number = None if group is None else group.join()
         episode = Episode(Session(), dict.fromkeys(self._weights, 0.0))
         if group is not None:
@@ -135,6 +138,7 @@ class ServedPlayer:
             sampling=sampling,
             counts=self._counts,
         )
+        watch(served)
         try:
             async with self._endpoint.serving(served) as key:
                 answer = await self._run(problem, seed, served, key)

@@ -41,8 +41,8 @@ def completion(
         choice["token_ids"] = ids
         found["prompt_token_ids"] = reply.prompt
         found["weights"] = [list(span) for span in done.labels]
-    if reply.forked:
-        found["forked"] = reply.forked
+    if reply.turn.forked:
+        found["forked"] = reply.turn.forked
     return found
 
 

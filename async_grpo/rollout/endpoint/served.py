@@ -38,28 +38,27 @@ USED_UP = "context_length_exceeded"
 
 @dataclass(eq=False)
 class ServedTurn:
-    """A turn of ours: where it stands in its row, and how it was understood; whether a client
-    has it.
+    """A turn of ours: where it stands in its row, and how it was understood; why it began a row,
+    "" where it did not, or was the first; who asked; whether a client has it.
     """
 
     row: int
     begin: int
     end: int
     said: Said
+    forked: str = ""
+    label: str = ""
     read: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """A turn, as a client gets it. prompt: tokens before it; forked: why it began a row of its own,
-    "" where it did not.
-    """
+    """A turn, as a client gets it. prompt: tokens before it."""
 
     message: Message
     done: Completion
     prompt: list[int]
     turn: ServedTurn
-    forked: str = ""
 
 
 @dataclass(eq=False)
@@ -105,9 +104,10 @@ class ServedEpisode:
         """The limit for which a request was refused, as a finish reason."""
         self.open = 0
         """Requests that wait for their answer."""
-        self._turns: dict[bytes, ServedTurn] = {}
-        """The newest one behind each beginning."""
-        self._all: list[ServedTurn] = []
+        self._behind: dict[bytes, ServedTurn] = {}
+        """The newest turn behind each beginning."""
+        self.turns: list[ServedTurn] = []
+        """All, in the order of their ends."""
         self._asked: dict[bytes, _Asked] = {}
         self._known: list[tuple[str, tuple[Message, ...]]] = []
         """Label and messages of every turn, with its own."""
@@ -147,7 +147,7 @@ class ServedEpisode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for turn in self._all:
+        for turn in self.turns:
             if not turn.read:  # nothing stands behind it: nobody knew it
                 self.episode.session.forget(turn.row)
                 self._counts["turns_unread"] += 1
@@ -202,11 +202,11 @@ class ServedEpisode:
         except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
             found = Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
         message = said(_replied(found, self._begun))
-        turn = ServedTurn(row, len(before), len(before) + len(ids), found)
-        self._turns[after(request.chain[-1], message)] = turn
-        self._all.append(turn)
+        turn = ServedTurn(row, len(before), len(before) + len(ids), found, forked, request.label)
+        self._behind[after(request.chain[-1], message)] = turn
+        self.turns.append(turn)
         self._known.append((request.label, (*request.messages, message)))
-        return Reply(message, done, before, turn, forked)
+        return Reply(message, done, before, turn)
 
     async def _take_place(self, request: ChatRequest, chat: ChatFormat) -> tuple[_Place, int]:
         """Find where the answer goes, and its most tokens. Raises RequestError where there is no
@@ -230,9 +230,9 @@ class ServedEpisode:
 
     def _place(self, request: ChatRequest, chat: ChatFormat) -> _Place:
         session, messages = self.episode.session, request.messages
-        known = [at for at in range(len(messages)) if request.chain[at] in self._turns]
+        known = [at for at in range(len(messages)) if request.chain[at] in self._behind]
         if known:
-            turn, new = self._turns[request.chain[known[-1]]], messages[known[-1] :]
+            turn, new = self._behind[request.chain[known[-1]]], messages[known[-1] :]
             row = session.row(turn.row)
             before, ids = row.tokens[: turn.begin], row.tokens[turn.begin : turn.end]
             try:

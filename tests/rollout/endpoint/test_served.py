@@ -72,7 +72,7 @@ def test_a_client_that_changes_history_forks_and_it_is_said(change: Any, why: st
         known = [user("a?"), first.message, user("b?")]
         await say(episode, known)
         reply = await say(episode, change(known))
-        assert reply.forked == why
+        assert reply.turn.forked == why
         rows = episode.episode.session.rows
         assert len(rows) == 2 and rows[1].segments == [(0, 6)]
 
@@ -85,16 +85,16 @@ def test_reasoning_and_calls_count_as_they_were_said() -> None:
         first = await say(episode, [user("a?")])
         assert first.message["reasoning_content"] == "plan"
         dropped = {"role": "assistant", "content": "one"}
-        assert (await say(episode, [user("a?"), first.message, user("b?")])).forked == ""
-        assert (await say(episode, [user("a?"), dropped, user("c?")])).forked == "reasoning"
+        assert (await say(episode, [user("a?"), first.message, user("b?")])).turn.forked == ""
+        assert (await say(episode, [user("a?"), dropped, user("c?")])).turn.forked == "reasoning"
         calls = next(one for _, said in episode._known for one in said if "tool_calls" in one)
         tool = {"role": "tool", "content": "7", "tool_call_id": calls["tool_calls"][0]["id"]}
         known = [user("a?"), first.message, user("b?"), calls, tool]
         other = json.loads(json.dumps(calls))
         other["tool_calls"][0]["function"]["arguments"] = '{"a": 2, "b": 1}'
         reordered = await say(episode, [*known[:3], other, tool])
-        assert reordered.forked == "branch", "it goes on from the turn before, in another row"
-        assert (await say(episode, known)).forked == ""
+        assert reordered.turn.forked == "branch", "it goes on from the turn before, in another row"
+        assert (await say(episode, known)).turn.forked == ""
 
     run(scenario())
 
@@ -108,7 +108,7 @@ def test_branches_begin_with_the_tokens_of_their_beginning() -> None:
         first = await say(episode, [user("a?")])
         known = [user("a?"), first.message]
         await say(episode, [*known, user("b?")])
-        assert (await say(episode, [*known, user("c?")])).forked == "branch"
+        assert (await say(episode, [*known, user("c?")])).turn.forked == "branch"
         rows = episode.episode.session.rows
         assert bytes(rows[1].prompt) == b"a?one\x01c?" and rows[1].segments == [(0, 6)]
         episode.episode.finish_reason = "env_done"
@@ -136,7 +136,7 @@ def test_a_request_that_is_repeated_is_one_turn() -> None:
         episode.read(asked)
         other = await say(episode, [user("a?")])
         assert len(policy.asked) == 2, "two drafts of one beginning are two turns"
-        assert other.forked
+        assert other.turn.forked
 
     run(scenario())
 

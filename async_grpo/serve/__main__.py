@@ -1,0 +1,202 @@
+"""`python -m async_grpo.serve SOURCE`: the policy as an endpoint alone, to debug an agent.
+
+Runs in: a process of its own, without Ray, learner or queue. Hides what an episode is where nobody
+trains:
+
+    task `program` or `external`  -> held-out problems are played; every episode is shown
+    any other task                -> whoever has the address and the key asks; Enter ends an
+                                     episode, which is shown, and begins the next one
+
+Exit code 0, 1 where an episode failed, 2 with one sentence for what cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TextIO
+
+from async_grpo.config.schema import Config
+from async_grpo.environments.base import Observation
+from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.environments.served import is_served
+from async_grpo.errors import EXIT_MEANING, RunError
+from async_grpo.evaluate.alone import actor_alone, exit_code, quiet, settings
+from async_grpo.observe.console.console import Console
+from async_grpo.preflight.model import look
+from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.endpoint.player import ServedPlayer
+from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.engine import Sampling
+from async_grpo.serve.shown import Shown
+from async_grpo.tasks.base import Problem
+from async_grpo.tasks.registry import create_task
+
+EPISODES = 4
+FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m async_grpo.serve",
+        description="Serve a policy as an OpenAI-compatible endpoint alone, and show each episode.",
+    )
+    source = "a checkpoint, a run directory, a YAML of a run, or a model: directory or name"
+    parser.add_argument("source", metavar="SOURCE", help=source)
+    parser.add_argument("--task", help="whose problems are played; the run's own otherwise")
+    many = f"how many are played by programs or workers ({EPISODES})"
+    parser.add_argument("--episodes", type=int, default=EPISODES, help=many)
+    parser.add_argument("--export", help="write each episode into this file, a line of JSON each")
+    overrides = "settings: task.options.command=./agent rollout.max_turns=8"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides)
+    arguments = parser.parse_intermixed_args(argv)
+    with open(os.dup(1), "w", buffering=1) as out:
+        console = Console(out)
+        try:
+            config = settings(arguments.source, task=arguments.task, overrides=arguments.overrides)
+            with open(arguments.export or os.devnull, "w", encoding="utf-8") as file:
+                return serve(config, console, episodes=arguments.episodes, file=file)
+        except Exception as error:  # noqa: BLE001 - said, and the process ends
+            code = exit_code(error)
+            if code == RunError.exit_code:
+                traceback.print_exc()
+            console.error(str(error))
+            console.error(f"exit code {code}: {EXIT_MEANING[code]}")
+            return code
+
+
+def serve(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
+    """Serve until all episodes are played, or until it is stopped; the exit code."""
+    task = create_task(config.task, config.seed)
+    console.info(*(look(config, task, of_evaluation=True) or []))
+    with quiet():
+        return asyncio.run(_served(config, console, episodes=episodes, file=file))
+
+
+async def _served(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
+    failed = 0
+    async with actor_alone(config, console, name="serve") as actor:
+        words = actor.parts.tokenizer.decode
+        playing = _problems if is_served(actor.parts.task) else _by_hand
+        async for shown in playing(config, console, actor, episodes):
+            failed += shown.failed is not None
+            console.info(*shown.lines(words))
+            file.write(json.dumps(shown.record(words)) + "\n")
+            file.flush()
+    return FAILED if failed else 0
+
+
+async def _problems(
+    config: Config, console: Console, actor: RolloutActor, episodes: int
+) -> AsyncIterator[Shown]:
+    """Play held-out problems, all at the same time; each when it has ended."""
+    player = actor.parts.player
+    assert isinstance(player, ServedPlayer)
+    problems = actor.parts.task.evaluation(episodes)
+    plays = [_play(config, player, problem, number) for number, problem in enumerate(problems, 1)]
+    for ended in asyncio.as_completed(plays):
+        yield await ended
+
+
+async def _by_hand(
+    config: Config, console: Console, actor: RolloutActor, episodes: int
+) -> AsyncIterator[Shown]:
+    """Serve one episode after the other to whoever asks."""
+    assert actor.parts.players is not None
+    hand = _Hand(console)
+    player = await actor.parts.players.served(hand, actor.parts.task)
+    problem, number = Problem("", {}), 0
+    with hand.listening():
+        while not hand.stopped:
+            number += 1
+            shown = await _play(config, player, problem, number)
+            if shown.served.turns:
+                yield shown
+
+
+async def _play(config: Config, player: ServedPlayer, problem: Problem, number: int) -> Shown:
+    """Play one episode to its end, sampled as in training."""
+    seen: list[ServedEpisode] = []
+    rollout, begun = config.rollout, time.monotonic()
+    sampling = Sampling(
+        n=1,
+        max_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        repetition=rollout.repetition,
+    )
+    failed = None
+    try:
+        await player.play(problem, sampling, seed=number, watch=seen.append)
+    except EnvironmentFailed as error:
+        failed = error
+    return Shown(number, seen[0], time.monotonic() - begun, failed)
+
+
+class _Hand:
+    """A host whose episodes end when a person says so."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._ended = console, asyncio.Event()
+        self.stopped = False
+        self.open_episodes = 0
+
+    def listening(self) -> _Listening:
+        """Listen to lines and signals inside."""
+        return _Listening(self._end)
+
+    def _end(self, *, all_of_them: bool) -> None:
+        self.stopped = self.stopped or all_of_them
+        self._ended.set()
+
+    async def run(
+        self, reference: dict[str, Any], seed: int, *, url: str, key: str, busy: Callable[[], bool]
+    ) -> Observation:
+        """Say where the policy is, and wait for the end."""
+        self._ended.clear()
+        if not self.stopped:
+            self._console.info(
+                f"episode {seed}; Enter ends it, Ctrl-C ends the endpoint:",
+                f"export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}",
+            )
+            await self._ended.wait()
+        return Observation("env_done", done=True)
+
+
+class _Listening:
+    """Ends of lines on standard input, and signals, inside a `with`."""
+
+    def __init__(self, told: Callable[..., None]) -> None:
+        self._told, self._loop = told, asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, lambda: self._told(all_of_them=True))
+        try:
+            self._loop.add_reader(sys.stdin.fileno(), self._line)
+        except (OSError, ValueError):  # a file, or none: then signals alone
+            return
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(sys.stdin.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _line(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # its end: signals alone from now on
+            self._loop.remove_reader(sys.stdin.fileno())
+        else:
+            self._told(all_of_them=False)
+
+
+if __name__ == "__main__":
+    os._exit(main())  # vLLM's client cannot be finalised by an interpreter that ends
