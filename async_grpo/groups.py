@@ -109,7 +109,8 @@ class Group:
     """The episodes of one ticket: filtered, journaled, trained or dropped whole. prompts: [P]
     int32 each, one where all episodes begin with the same. actor_id: of the process. times: Unix
     seconds when the ticket came (`queued`), the group's first token, the last token of all
-    responses (`done`), and the last reward (`scored`). planes: by name, [entries, width], what
+    responses (`done`), the last reward (`scored`), and the end of each episode with an environment
+    (`episode_0` ...). planes: by name, [entries, width], what
     `wire.PLANES` knows of.
     """
 

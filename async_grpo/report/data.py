@@ -46,6 +46,8 @@ _TOTALS = (
     "cluster/",
     "weights/",
     "rollout/verifier_errors_",
+    "rollout/environment_failures/",
+    "rollout/requests/",
 )
 _STEP = re.compile(rb'\{"step": (\d+),')
 
@@ -210,7 +212,7 @@ def _row(line: bytes) -> MetricsRow | None:
 
 @cache
 def _is_kept(name: str) -> bool:
-    return name.startswith("eval/") or _KEPT.fullmatch(name) is not None
+    return name.startswith(("eval/", *_TOTALS[-3:])) or _KEPT.fullmatch(name) is not None
 
 
 def _samples(path: Path) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from async_grpo.report.facts import (
     tiles,
     verdict,
 )
+from async_grpo.report.failures import failures, slowest
 from async_grpo.runtime.text import visible, without_password
 
 _STYLE = """
@@ -87,6 +88,7 @@ def page(
     ]
     sections += [
         ("samples", "Sample responses", _samples(data)),
+        ("failures", "What failed, and what was slow", _failures(data)),
         ("restarts", "What restarted", _restarts(data)),
         ("configuration", "Configuration", _configuration(data, without_password(config_text))),
     ]
@@ -140,6 +142,44 @@ def _samples(data: RunData) -> str:
         cells = "".join(f"<tr>{line}</tr>" for line in lines)
         parts.append(f"<h3>{_text(heading)}</h3>" + _table(columns, cells))
     return "".join(parts) or f"<p>{NO_SAMPLES}</p>"
+
+
+def _failures(data: RunData) -> str:
+    kinds, slow = failures(data), slowest(data)
+    parts = [] if kinds else ["<p>Nothing failed.</p>"]
+    if kinds:
+        how = (
+            "Nothing of it was scored: its group was issued again, and one that fails "
+            "replay.max_attempts times is listed by python -m async_grpo.replay RUN_DIR --state "
+            "failed. Requests are those of programs and workers."
+        )
+        rows = "".join(_row(*one) for one in kinds)
+        parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), rows)]
+    if slow:
+        columns = ("seconds", "group", "episode", "turns", "sampled tokens", "ended by", "verdict")
+        rows = "".join(
+            _row(
+                f"{one.seconds:.1f}",
+                one.group_id,
+                one.number,
+                one.turns,
+                one.sampled,
+                one.finish_reason,
+                "" if one.verdict is None else f"{one.verdict:g}",
+                one.actor_id,
+            )
+            for one in slow
+        )
+        what = (
+            "The slowest of the newest episodes, from the ticket of their group to their end; one "
+            "in full: python -m async_grpo.replay RUN_DIR --group GROUP."
+        )
+        parts += [f"<p>{_text(what)}</p>", _table((*columns, "actor"), rows)]
+    return "".join(parts)
+
+
+def _row(*cells: object) -> str:
+    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _restarts(data: RunData) -> str:

@@ -447,6 +447,7 @@ class RolloutActor:
                 "first_token": min(episode.first_token for episode in episodes),
                 "done": max(episode.last_token for episode in episodes),
                 "scored": time.time(),
+                **{f"episode_{n}": one.ended for n, one in enumerate(episodes) if one.ended},
             },
         )
 
@@ -480,7 +481,7 @@ class RolloutActor:
         for number, one in enumerate(wanted):
             own = None if one.seed is None else _hash63(one.seed, number)
             sampling = replace(one, n=1, seed=own)
-            plays.append(player.play(problem, sampling, seed=seed, group=work.play))
+            plays.append(_played(player, problem, sampling, seed=seed, group=work.play))
         return await work.play.all(plays)
 
     async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
@@ -576,6 +577,12 @@ class RolloutActor:
 
     def _text(self, completion: Completion) -> str:
         return self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+async def _played(player: Player, problem: Problem, sampling: Sampling, **of: Any) -> Episode:
+    episode = await player.play(problem, sampling, **of)
+    episode.ended = time.time()
+    return episode
 
 
 def _hash63(*parts: object) -> int:

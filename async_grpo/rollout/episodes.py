@@ -91,7 +91,9 @@ class PromptTooLong(ValueError):
 
 @dataclass
 class Episode:
-    """An episode while it is played, and afterwards. last_token: Unix seconds of its last turn."""
+    """An episode while it is played, and afterwards. last_token: Unix seconds of its last turn;
+    ended: of its end, with all that its environment did, 0.0 for a plain response.
+    """
 
     session: Session
     rewards: dict[str, float]
@@ -101,6 +103,7 @@ class Episode:
     metrics: Counter[str] = field(default_factory=Counter)
     first_token: float = 0.0
     last_token: float = 0.0
+    ended: float = 0.0
     labels: set[str] = field(default_factory=set)
     said: list[str] = field(default_factory=list)
     """What policy and environment said in turn, for tables."""

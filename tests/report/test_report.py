@@ -26,6 +26,7 @@ from async_grpo.replay.resume import open_queue
 from async_grpo.report import __main__ as report
 from async_grpo.report.data import ROWS, read_run
 from async_grpo.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
+from async_grpo.report.failures import failures, slowest
 from async_grpo.report.gantt import Window, _counts, read_window
 from async_grpo.report.launch import report_on, write_report
 from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
@@ -44,6 +45,7 @@ SECTIONS = [
     "goodput",
     "timeline",
     "samples",
+    "failures",
     "restarts",
     "configuration",
 ]
@@ -498,6 +500,65 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
     assert sorted(window.ready) == sorted(
         (each["scored"], taken[group_id]) for group_id, (_, each) in shown.items()
     )
+
+
+def test_failures_are_listed_by_reason_with_what_they_mean(tmp_path: Path, run_dir: Path) -> None:
+    assert (
+        "Nothing failed"
+        in Page((run_dir / "report" / "report.html").read_text()).sections["failures"]
+    )
+    run = make_run(tmp_path / "run")
+    totals = {
+        "rollout/environment_failures/exception": 3.0,
+        "rollout/environment_failures/lease": 1_204.0,
+        "rollout/environment_failures/crash": 0.0,
+        "rollout/verifier_errors_timeout": 7.0,
+        "rollout/requests/429": 5.0,
+        "rollout/requests/answered": 99.0,
+    }
+    when = time.time()
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in (1, 2):
+            share = {name: value * step / 2 for name, value in totals.items()}
+            file.write(json.dumps(row(step, when + step) | share) + "\n")
+    data = read_run(run)
+    assert [(kind, count) for kind, count, _ in failures(data)] == [
+        ("episode: lease", "1,204"),
+        ("verifier: timeout", "7"),
+        ("request: 429", "5"),
+        ("episode: exception", "3"),
+    ]
+    assert report.main([str(run)]) == 0
+    section = Page((run / "report" / "report.html").read_text()).sections["failures"]
+    assert "its worker said nothing" in section and "answered" not in section
+    assert slowest(data) == [], "there is no journal"
+
+
+async def test_the_slowest_episodes_come_from_the_journal(tmp_path: Path) -> None:
+    """Two groups of two episodes, one of which has two rows."""
+    settings = queue_settings(rollout_batch_size=1)
+    queue = open_queue(settings, journal_in(tmp_path / "journal"))
+    await queue.live(0)
+    rows = []
+    for step, ends in ((1, (103.0, 108.5)), (2, (104.0, 101.0))):
+        [ticket] = await queue.acquire("actor-0.0", step - 1, [], 1)
+        times = {"queued": 100.0, "first_token": 101.0, "done": 103.0, "scored": 109.0}
+        times |= {f"episode_{number}": at for number, at in enumerate(ends)}
+        verdicts = await queue.put("actor-0.0", [frame_of(ticket, times=times)])
+        assert verdicts[0].status == "accepted"
+        await queue.get_batch(step)
+        rows.append(row(step, 200.0 + step))
+        await queue.live(step)
+    await queue.close()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = slowest(read_run(tmp_path))
+    assert [(one.seconds, one.group_id, one.number) for one in found] == [
+        (8.5, 0, 1),
+        (4.0, 1, 0),
+        (3.0, 0, 0),
+        (1.0, 1, 1),
+    ]
+    assert all(one.sampled > 0 and one.finish_reason for one in found)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
