@@ -44,6 +44,8 @@ SYSTEM = (
     "tests/replay/test_simulation.py",
     "tests/learner/test_sharded_memory.py",
     "tests/rollout/test_bfloat16_check.py",
+    "tests/rollout/endpoint/test_publications.py",
+    "tests/serve/test_command.py",
     "tests/learner/test_adapters.py",
     "tests/learner/test_checkpoint.py",
     "tests/observe/test_bottleneck.py",

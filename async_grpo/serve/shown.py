@@ -82,10 +82,10 @@ class Shown:
                 f"episode {self.number}: {episode.finish_reason}, rewards {rewards}, verdict "
                 f"{episode.verdict}, {self.seconds:.1f} s"
             )
-        kept = sum(len(episode.session.row(number).segments) for number in begun)
+        kept = [count for at in begun for _, count in episode.session.row(at).segments]
         yield (
-            f"  {counted(kept, 'turn')} in {counted(len(begun), 'row')}, "
-            f"{counted(episode.session.sampled, 'sampled token')}"
+            f"  {counted(len(kept), 'turn')} in {counted(len(begun), 'row')}, "
+            f"{counted(sum(kept), 'sampled token')}"
         )
         if self.unread:
             yield f"  {counted(self.unread, 'turn')} more that nobody read: not trained"
