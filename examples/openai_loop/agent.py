@@ -3,14 +3,17 @@
 import json
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 problem = json.load(sys.stdin)
 table, right = problem["reference"]["table"], problem["reference"]["answer"]
 messages = [{"role": "user", "content": problem["prompt"]}]
 client, verdict = OpenAI(), 0.0
 while True:
-    reply = client.chat.completions.create(model="policy", messages=messages)
+    try:
+        reply = client.chat.completions.create(model="policy", messages=messages)
+    except BadRequestError:  # no room left: rollout.max_turns, response_length or context_length
+        break
     said = reply.choices[0].message
     verb, digit = said.content[:1], said.content[1:]
     if verb == "a" and digit.isdigit():  # an answer

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.agent_marks import AGENT, LEFT_S
 from tests.chaos.harness import Run
 from tests.support.models import write_model
 
@@ -69,6 +70,19 @@ def episodes(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any
         "environment": {"workers": 1, "step_timeout_s": 3.0},
         "rollout": found["rollout"]
         | {"response_length": 32, "turn_length": 10, "context_length": 48, "max_turns": 3},
+    }
+
+
+def programs(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any]:
+    """The same with programs, all 64 of them at once: (K + 1) R groups of four."""
+    found = episodes(home, ranks=ranks, uri=uri)
+    options = {"command": ["python", str(AGENT), LEFT_S], "of": "tests.support.mixed_task:Mixed"}
+    return found | {
+        "task": {"name": "program", "options": options},
+        "environment": {"workers": 1, "step_timeout_s": 60.0},
+        "replay": found["replay"] | {"outstanding": (K + 1) * R},
+        "rollout": found["rollout"] | {"group_timeout_s": 120.0},
+        "cluster": found["cluster"] | {"engine": {"max_num_seqs": 32}},
     }
 
 

@@ -1,4 +1,4 @@
-"""Runs of the recipe `chain`, and what they leave."""
+"""Runs of the recipe `chain`, as it is or played over HTTP, and what they leave."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from async_grpo.replay.ledger import State
 from async_grpo.trainer import Trainer
 from tests.support.recipes import CONFIGS
 
+PROGRAM = CONFIGS.parent / "examples" / "openai_loop" / "chain.yaml"
 
-def run_chain(home: Path, *overrides: str) -> dict[str, Any]:
+
+def run_chain(home: Path, *overrides: str, recipe: Path = CONFIGS / "chain.yaml") -> dict[str, Any]:
     """A run of the recipe: its evaluations and steps, and the groups that it trained."""
     config = load_config(
-        CONFIGS / "chain.yaml",
+        recipe,
         [
             f"run={{name: chain, dir: {home}/run}}",
             "weight_sync.kv_cache=recompute",

@@ -179,7 +179,6 @@ class Endpoint:
             return self._refused(error)
         except (ClientDisconnect, asyncio.CancelledError):
             return Response(status_code=499)
-        self._counts["leases"] += found is not None
         return Response(status_code=204) if found is None else JSONResponse(found)
 
     async def _heartbeat(self, request: Request) -> Response:
