@@ -16,9 +16,10 @@ while True:
         break
     said = reply.choices[0].message
     verb, digit = said.content[:1], said.content[1:]
-    if verb == "a" and digit.isdigit():  # an answer
+    known = len(digit) == 1 and digit in "0123456789"
+    if verb == "a" and known:  # an answer
         verdict = float(int(digit) == right)
         break
-    answer = f"{table[int(digit)]}>" if verb == "g" and digit.isdigit() else "?>"
+    answer = f"{table[int(digit)]}>" if verb == "g" and known else "?>"
     messages += [said, {"role": "user", "content": answer}]
 print(json.dumps({"rewards": {"correct": verdict}, "verdict": verdict}))

@@ -6,9 +6,9 @@ ways a message can be written, and which settings a client may not have.
     body (bytes) -> ChatRequest: messages, tools, most tokens, stream
                     or RequestError, which says what to change
 
-Two messages are equal if role, text, reasoning, and calls with their arguments as strings are: what
-a client writes down in another way (`null` for "", a list of text parts for one text) is the same,
-what it changes is not. Invariant: nothing of a request is logged.
+Two messages are equal if role, text, reasoning, and calls with their arguments in order are: what a
+client writes down in another way (`null` for "", a list of text parts for one text, JSON with other
+spaces) is the same, what it changes is not. Invariant: nothing of a request is logged.
 """
 
 from __future__ import annotations
@@ -224,9 +224,19 @@ def _call(found: Any, at: int) -> Message:
         "type": "function",
         "function": {
             "name": _string(function.get("name"), f"{where} name"),
-            "arguments": _string(function.get("arguments") or "", f"{where} arguments"),
+            "arguments": _arguments(_string(function.get("arguments") or "", f"{where} arguments")),
         },
     }
+
+
+def _arguments(text: str) -> str:
+    """Write arguments without the spaces that clients leave out or put in; their keys stay in
+    order.
+    """
+    try:
+        return json.dumps(json.loads(text), separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _string(value: Any, what: str) -> str:
