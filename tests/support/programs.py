@@ -19,9 +19,11 @@ from async_grpo.rollout.endpoint.player import Host, ProgramHost, ServedPlayer
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode
+from async_grpo.tasks.base import Problem
 from tests.support.scripted_policy import Letters, Saying
 
 AGENTS = Path(__file__).parent.parent / "rollout" / "endpoint" / "agents"
+PLAIN = PlainFormat(Letters())
 
 
 def config_of(command: list[str], *, endpoint: dict[str, Any] | None = None, **more: Any) -> Config:
@@ -44,7 +46,7 @@ def config_of(command: list[str], *, endpoint: dict[str, Any] | None = None, **m
 
 @asynccontextmanager
 async def playing(
-    engine: Any, config: Config
+    engine: Any, config: Config, chat: PlainFormat
 ) -> AsyncIterator[tuple[ServedPlayer, Program, Counter[str]]]:
     task, counts = Program(config.task, 0), Counter[str]()
     pool = EnvironmentPool(config.task, config.environment, weights=task.weights, seed=0)
@@ -52,7 +54,7 @@ async def playing(
     endpoint = Endpoint(config.endpoint, words=Letters().decode, counts=counts)
     await endpoint.start()
     player = served_player(
-        config, engine, endpoint, ProgramHost(pool), weights=task.weights, counts=counts
+        config, engine, endpoint, ProgramHost(pool), weights=task.weights, counts=counts, chat=chat
     )
     try:
         yield player, task, counts
@@ -69,6 +71,7 @@ def served_player(
     *,
     weights: dict[str, float],
     counts: Counter[str],
+    chat: PlainFormat = PLAIN,
 ) -> ServedPlayer:
     return ServedPlayer(
         config,
@@ -78,7 +81,7 @@ def served_player(
         tokenizer=Letters(),
         weights=weights,
         counts=counts,
-        formats=lambda tools: PlainFormat(Letters()),
+        formats=lambda tools: chat,
     )
 
 
@@ -87,13 +90,18 @@ def script(name: str) -> list[str]:
 
 
 def play(
-    engine: Any, config: Config, *, index: int = 0
+    engine: Any,
+    config: Config,
+    *,
+    index: int = 0,
+    problem: Problem | None = None,
+    chat: PlainFormat = PLAIN,
 ) -> tuple[Episode | EnvironmentFailed, Counter[str]]:
     async def scenario() -> tuple[Episode | EnvironmentFailed, Counter[str]]:
-        async with playing(engine, config) as (player, task, counts):
+        async with playing(engine, config, chat) as (player, task, counts):
             sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
             try:
-                return await player.play(task.train(index), sampling, seed=3), counts
+                return await player.play(problem or task.train(index), sampling, seed=3), counts
             except EnvironmentFailed as error:
                 return error, counts
 
