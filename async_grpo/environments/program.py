@@ -113,7 +113,13 @@ class ProgramEnvironment:
 
     async def reset(self, reference: Any, seed: int) -> Observation:
         """Begin the program. reference: the problem, with `url` and `key` of the policy."""
-        variables = {"OPENAI_BASE_URL": reference["url"], KEY: reference["key"]}
+        url, key = reference["url"], reference["key"]
+        variables = {
+            "OPENAI_BASE_URL": url,
+            KEY: key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+        }
         problem = json.dumps(told(reference, seed)).encode()
         self._process = await self._launcher.begin(problem, variables)
         return Observation()

@@ -77,16 +77,24 @@ class ChatRequest:
     """Digests of label, tools and the first 0, 1, 2 ... messages."""
 
 
-def parse(body: bytes, *, sampling: Refusal, retried: bool = False) -> ChatRequest:
-    """Read a request. sampling: what happens to settings that are the run's. Raises
-    RequestError.
-    """
+def read(body: bytes) -> dict[str, Any]:
+    """Read a body. Raises RequestError."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, "the body is no JSON") from error
     if not isinstance(found, dict):
         raise RequestError(400, "the body must be a JSON object")
+    return found
+
+
+def parse(
+    body: bytes, *, sampling: Refusal, retried: bool = False, asked: dict[str, Any] | None = None
+) -> ChatRequest:
+    """Read a request. sampling: what happens to settings that are the run's; asked: the body as a
+    chat request, where it is none. Raises RequestError.
+    """
+    found = read(body) if asked is None else asked
     for name, why in _NEVER.items():
         if found.get(name) not in _NO_MATTER:
             raise RequestError(400, f"`{name}` is not possible: {why}")

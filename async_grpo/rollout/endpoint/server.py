@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -35,7 +36,10 @@ from starlette.routing import Route
 
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.rollout.endpoint import replies
-from async_grpo.rollout.endpoint.messages import RequestError, parse
+from async_grpo.rollout.endpoint.dialects import CHAT, Dialect
+from async_grpo.rollout.endpoint.messages import RequestError, parse, read
+from async_grpo.rollout.endpoint.messages_api import MESSAGES
+from async_grpo.rollout.endpoint.responses_api import RESPONSES
 from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.rollout.endpoint.work import Work
 from async_grpo.rollout.engine import EngineError
@@ -54,6 +58,8 @@ class _Open:
     episode: ServedEpisode
     came: deque[float] = field(default_factory=deque)
     """When its requests of the last minute came."""
+    said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Messages up to a reply, by its id, for who goes on from it by `previous_response_id`."""
 
 
 class Endpoint:
@@ -83,9 +89,10 @@ class Endpoint:
     async def start(self) -> None:
         """Begin to listen. Raises OSError, TimeoutError."""
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
+            Route(dialect.path, partial(self._answer, dialect), methods=["POST"])
+            for dialect in (CHAT, RESPONSES, MESSAGES)
         ]
+        routes.append(Route("/v1/models", self._models, methods=["GET"]))
         if self._work is not None:
             routes += [
                 Route("/v1/work/lease", self._lease, methods=["POST"]),
@@ -141,31 +148,36 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "async_grpo"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
         try:
             found = self._admitted(request)
             self._limit(found)
             body = await self._body(request)
             again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            wanted = parse(body, sampling=self._settings.sampling, retried=again)
+            asked = _asked(dialect, read(body), found.said)
+            wanted = parse(body, sampling=self._settings.sampling, retried=again, asked=asked)
             if wanted.changed:
                 self._counts["requests_overridden"] += 1
             reply = await self._while_connected(request, found.episode.answer(wanted))
         except RequestError as error:
-            return self._refused(error)
+            return self._refused(error, dialect)
         except (ClientDisconnect, asyncio.CancelledError):
             self._counts["requests_left"] += 1
             return Response(status_code=499)
         except EngineError as error:  # the episode's group fails by it, too
-            return self._refused(RequestError(503, f"the engine failed: {error}", code="engine"))
+            refused = RequestError(503, f"the engine failed: {error}", code="engine")
+            return self._refused(refused, dialect)
         self._counts["requests_answered"] += 1
-        whole = replies.completion(wanted, reply, str(next(self._numbers)), self._words)
-        read = BackgroundTask(found.episode.read, wanted)
+        done = replies.completion(wanted, reply, str(next(self._numbers)), self._words)
+        whole = dialect.whole(done)
+        if dialect is RESPONSES:
+            found.said[whole["id"]] = [*asked["messages"], done["choices"][0]["message"]]
+        read_it = BackgroundTask(found.episode.read, wanted)
         if wanted.stream:
             return StreamingResponse(
-                replies.events(wanted, whole), media_type="text/event-stream", background=read
+                dialect.events(wanted, done), media_type="text/event-stream", background=read_it
             )
-        return JSONResponse(whole, background=read)
+        return JSONResponse(whole, background=read_it)
 
     async def _lease(self, request: Request) -> Response:
         """Give an episode to a worker, or 204 where there is none in time."""
@@ -258,13 +270,27 @@ class Endpoint:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    def _refused(self, error: RequestError) -> Response:
+    def _refused(self, error: RequestError, dialect: Dialect = CHAT) -> Response:
         self._counts[f"requests_{error.status}"] += 1
-        return JSONResponse(replies.failure(error), status_code=error.status)
+        return JSONResponse(dialect.failure(error), status_code=error.status)
+
+
+def _asked(
+    dialect: Dialect, found: dict[str, Any], said: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Write a body over into a chat request. Raises RequestError."""
+    previous = found.get("previous_response_id")
+    if previous is None:
+        return dialect.asked(found, [])
+    if previous not in said:
+        raise RequestError(400, "`previous_response_id` is no reply of this episode")
+    return dialect.asked(found, said[previous])
 
 
 def _key(request: Request) -> str:
     """Return the secret of a request; "" where there is none."""
+    if "x-api-key" in request.headers:  # as Anthropic's clients send it
+        return request.headers["x-api-key"]
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

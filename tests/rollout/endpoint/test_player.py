@@ -152,8 +152,13 @@ def said(path: Path) -> str:
     return text if text.endswith("all\n") else ""
 
 
-def test_a_forked_program_is_as_one_that_was_begun(tmp_path: Path) -> None:
-    """Arguments, directory, environment in /proc, numbers by chance, exit status of `sys.exit`."""
+def test_a_forked_program_is_as_one_that_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables, arguments, directory, environment in /proc, numbers by chance, exit status."""
+    passed = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+    for name in (*passed[2:], "SECRET"):
+        monkeypatch.setenv(name, str(tmp_path))
     told = []
     for preload in ([], ["random"]):
         lines = []
@@ -167,6 +172,15 @@ def test_a_forked_program_is_as_one_that_was_begun(tmp_path: Path) -> None:
         assert lines[0].pop("key_in_proc") and lines[1].pop("key_in_proc")
         told += lines
     assert told[0] == told[1] == told[2] == told[3]
+    own = (
+        "A",
+        "ANTHROPIC_API_KEY",
+        "ANTHROPIC_BASE_URL",
+        "OPENAI_API_KEY",
+        "OPENAI_BASE_URL",
+        "PYTHONUNBUFFERED",
+    )
+    assert told[0]["variables"] == sorted([*passed, *own])
     assert told[0]["directory"] == str(tmp_path) and told[0]["A"] == "b c"
 
 

@@ -55,6 +55,7 @@ elif kind == "tells":
         "arguments": sys.argv,
         "directory": os.getcwd(),
         "A": os.environ["A"],
+        "variables": sorted(set(os.environ) - {"LC_CTYPE"}),
         "name": __name__,
         "file": __file__,
         "path": sys.path[0],
