@@ -24,7 +24,7 @@ RINGS = (
     "observe",  # aside, reading only
     "preflight report status export simulation replay.__main__",  # aside, reading only
     "trainer evaluate plan.__main__",  # face
-    "run",
+    "run serve",
 )
 """Imports go to an earlier ring, or stay inside a package."""
 LAYER = {name: ring for ring, names in enumerate(RINGS) for name in names.split()}
@@ -108,6 +108,7 @@ LIBRARIES = {
     "status": "",
     "export": "",
     "evaluate": "torch",
+    "serve": "",
 }
 """Third-party libraries per module; the longest matching name counts."""
 
