@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
 from async_grpo.config.docs import Setting, settings, show, single_line
+from async_grpo.config.peer_answers import answer
 from async_grpo.config.peers import PEERS
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
@@ -211,6 +212,9 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     by_leaf: dict[str, list[str]] = {}
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    for inner in (path, *_leaves(path, value)):
+        if said := answer(inner, _inside(value, inner[len(path) :])):
+            return said
     leaf = path[-1].strip().lower().replace("-", "_")
     close = difflib.get_close_matches(
         leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84
@@ -249,6 +253,12 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
             yield from _leaves((*path, key), inner)
         else:
             yield (*path, key)
+
+
+def _inside(value: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _dotted(path: Sequence[Any]) -> str:

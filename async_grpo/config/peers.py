@@ -4,7 +4,7 @@ answer.
 Runs in: any process. Hides nothing. Invariant: every value is a setting of the schema
 (a test holds it), and no name here is accepted as a key: two spellings of one setting would let a
 file contradict itself. The names are those of ROLL, verl, TRL, OpenRLHF, AReaL, NeMo-RL, SkyRL,
-slime, prime-rl and PipelineRL.
+slime, prime-rl and PipelineRL. Keys that mean more than one setting are in `peer_answers`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ algorithm.kl_ctrl.target_kl: kl_target target_kl_value
 algorithm.kl_ctrl.horizon: kl_horizon
 algorithm.gamma: discount discount_factor
 algorithm.whiten_advantages: adv_norm use_adv_norm normalize_advantages advantage_normalization
-algorithm.advantage_clip: adv_clip advantage_clip_range
-algorithm.reward_clip: clip_reward reward_clip_range
+algorithm.advantage_clip: adv_clip advantage_clip_range reward_clip_range
+algorithm.reward_clip: clip_reward
 algorithm.reward_norm: norm_reward normalize_reward reward_normalization group_reward_norm
 algorithm.sapo.tau_pos: sapo_temperature_pos tau_positive
 algorithm.sapo.tau_neg: sapo_temperature_neg tau_negative
@@ -87,17 +87,17 @@ algorithm.clip_cov.lower: clip_cov_lb
 algorithm.clip_cov.upper: clip_cov_ub
 algorithm.kl_cov.ratio: kl_cov_ratio
 algorithm.kl_cov.coef: ppo_kl_coef
-algorithm.m2po.budget: m2_threshold M2_budget m2_budget
+algorithm.m2po.budget: M2_budget m2_budget
 algorithm.anchor: use_decoupled_loss bypass_mode recompute_logprob prox_logp_method
 algorithm.importance.level: rollout_is importance_sampling enable_vllm_is_correction use_tis
     use_importance_sampling_correction vllm_importance_sampling_correction importance_sampling_level
 algorithm.importance.mode: vllm_importance_sampling_mode rollout_is_mode
 algorithm.importance.lower: rollout_is_threshold_lower tis_clip_low
-algorithm.importance.upper: rollout_is_threshold tis_imp_ratio_cap vllm_importance_sampling_cap
-    tis_clip behav_imp_weight_cap
+algorithm.importance.upper: rollout_is_threshold vllm_importance_sampling_cap
+    tis_clip
 algorithm.rejection.level: rollout_rs rejection_sampling
 algorithm.rejection.lower: rollout_rs_threshold_lower
-algorithm.rejection.upper: rollout_rs_threshold
+algorithm.rejection.upper: rollout_rs_threshold_upper
 algorithm.opsm_delta: off_policy_mask_threshold use_opsm
 algorithm.overlong_buffer.enable: overlong_reward_penalty overlong_penalty
 algorithm.overlong_buffer.len: overlong_buffer_len overlong_tokens overlong_buffer_length

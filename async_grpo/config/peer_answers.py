@@ -1,0 +1,115 @@
+"""What to do about a key of another system whose meaning is not that of one setting of ours.
+
+Runs in: any process. Hides which values matter. Invariant: every setting that an answer names is
+one of the schema, with a value that it takes (a test holds it). Keys with one setting as answer
+are in `peers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer. keys: patterns of the ends of dotted paths, of whole ones behind `^`; when: for
+    which values it is.
+    """
+
+    peers: str
+    keys: str
+    says: str
+    when: Callable[[Any], bool] | None = None
+
+
+_LEVEL = "set `algorithm.anchor: recomputed` and `algorithm.importance.level: token`"
+_SETS = f"{_LEVEL}, and choose `algorithm.importance.mode` and `algorithm.importance.upper`"
+
+ANSWERS = (
+    Answer(
+        "ROLL, TRL, AReaL",
+        "importance_sampling importance_sampling_level",
+        "choose `algorithm.policy_loss: gspo`, with clip ratios of its scale: its ratio is that of "
+        "a whole response",
+        lambda value: value in ("seq", "sequence"),
+    ),
+    Answer("ROLL", "train_infer_correction*", f"{_SETS}: weights between engine and learner"),
+    Answer(
+        "ROLL",
+        "norm_mean_type norm_std_type",
+        "choose `algorithm.reward_norm: group`, batch or running, for mean and deviation alike; "
+        "`algorithm.reward_shift: true` takes the mean alone, `algorithm.reward_scale: true` the "
+        "deviation alone",
+    ),
+    Answer("OpenRLHF", "vllm_is_*", f"{_SETS}: weights between engine and learner"),
+    Answer(
+        "OpenRLHF",
+        "train.train_batch_size ^train_batch_size",
+        "in OpenRLHF it is the minibatch: `learner.ppo_mini_batch_size`, in groups (divide by "
+        "samples per prompt); in verl it is the batch: `rollout.rollout_batch_size`, in groups",
+    ),
+    Answer(
+        "TRL",
+        "epsilon_high",
+        "for CISPO it is a cap of the ratio itself: set `algorithm.clip_ratio_high` to one less, "
+        "and `algorithm.clip_ratio_low: 1.0`",
+        lambda value: isinstance(value, int | float) and value >= 1,
+    ),
+    Answer(
+        "TRL",
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_min",
+        "`algorithm.importance.lower` is that bound here",
+    ),
+    Answer(
+        "AReaL",
+        "m2_threshold",
+        "it is another algorithm than the paper's, whose is here: `algorithm.policy_loss: m2po` "
+        "with `algorithm.m2po.budget`; choose that, or `algorithm.policy_loss: ppo_clip`",
+    ),
+    Answer(
+        "AReaL",
+        "behav_imp_weight_cap",
+        f"{_LEVEL}, `algorithm.importance.mode: mask`, and the cap as `algorithm.importance.upper`: "
+        "tokens above it are left out",
+    ),
+    Answer(
+        "verl",
+        "rollout_rs_threshold",
+        "with `lo_hi` it keeps 1/hi to 1/lo of the ratio here, which is that of learner to engine: "
+        "`algorithm.rejection.lower` and `algorithm.rejection.upper`",
+    ),
+    Answer(
+        "SkyRL",
+        "token_tis_ratio_clip_high tis_imp_ratio_cap",
+        f"{_LEVEL}, and the cap as `algorithm.importance.upper`",
+    ),
+    Answer("SkyRL", "tis_ratio_type", "`algorithm.importance.level` is that here"),
+    Answer("NeMo-RL", "truncated_importance_sampling*", f"{_SETS}: truncate, or mask for IcePop"),
+    Answer("all", "critic.* critic", "there is no critic here: advantages come from groups"),
+    Answer(
+        "AReaL, PipelineRL",
+        "steps_per_iteration",
+        "it is `learner.ppo_epochs` times the minibatches of `learner.ppo_mini_batch_size` here",
+    ),
+    Answer(
+        "verl",
+        "trainer.nnodes nnodes num_nodes",
+        "the cluster decides: all nodes of the Ray cluster are used, `learner.ranks` and "
+        "`cluster.rollout_actors.max` say how many processes",
+    ),
+)
+
+
+def answer(path: Sequence[str], value: Any) -> str:
+    """Say what to do about an unknown key, "" where nothing special is known."""
+    whole = ".".join(path)
+    for one in ANSWERS:
+        if one.when is not None and not one.when(value):
+            continue
+        for pattern in one.keys.split():
+            if fnmatchcase(whole, pattern.removeprefix("^")) or fnmatchcase(whole, f"*.{pattern}"):
+                return f"`{path[-1]}`: {one.says}."
+    return ""

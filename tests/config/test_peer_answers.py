@@ -1,0 +1,79 @@
+"""Keys of other systems that mean more than one setting of ours: what a user is told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.docs import settings
+from async_grpo.config.load import ConfigError, load_config
+from async_grpo.config.peer_answers import ANSWERS
+from async_grpo.config.peers import PEERS
+
+BASE = "run: {total_steps: 2}\nmodel: {warm_start: {}}\n"
+MORE = {
+    "gspo": [
+        "algorithm.clip_ratio_low=3e-4",
+        "algorithm.clip_ratio_high=4e-4",
+        "algorithm.loss_agg_mode=seq-mean-token-mean",
+    ],
+    "token": ["algorithm.anchor=recomputed"],
+    "mask": ["algorithm.anchor=recomputed", "algorithm.importance.level=token"],
+}
+"""What a value wants beside it."""
+TOLD = [
+    ("ROLL", "algorithm.importance_sampling", "seq", "policy_loss: gspo"),
+    ("TRL", "algorithm.importance_sampling_level", "sequence", "policy_loss: gspo"),
+    ("TRL", "algorithm.importance_sampling_level", "token", "algorithm.importance.level"),
+    ("ROLL", "algorithm.train_infer_correction", "{a: 1}", "algorithm.importance.level: token"),
+    ("ROLL", "algorithm.norm_mean_type", "group", "algorithm.reward_norm: group"),
+    ("ROLL", "algorithm.norm_std_type", "batch", "algorithm.reward_scale: true"),
+    ("OpenRLHF", "reward.reward_clip_range", "10", "algorithm.advantage_clip"),
+    ("OpenRLHF", "vllm.vllm_is_truncated_threshold", "2", "algorithm.importance.level: token"),
+    ("OpenRLHF", "train.train_batch_size", "128", "learner.ppo_mini_batch_size"),
+    ("TRL", "algorithm.epsilon_high", "0.3", "`epsilon_high` is `algorithm.clip_ratio_high`"),
+    ("verl", "data.train_batch_size", "128", "rollout.rollout_batch_size"),
+    ("TRL", "algorithm.epsilon_high", "5.0", "algorithm.clip_ratio_low: 1.0"),
+    ("TRL", "vllm_importance_sampling_clip_min", "0.1", "algorithm.importance.lower"),
+    ("AReaL", "actor.m2_threshold", "0.04", "another algorithm"),
+    ("AReaL", "actor.behav_imp_weight_cap", "5", "algorithm.importance.mode: mask"),
+    ("verl", "algorithm.rollout_rs_threshold", "0.5_2.0", "1/hi to 1/lo"),
+    ("SkyRL", "algorithm.token_tis_ratio_clip_high", "2", "algorithm.importance.upper"),
+    ("SkyRL", "algorithm.tis_ratio_type", "token", "algorithm.importance.level"),
+    ("NeMo-RL", "loss.truncated_importance_sampling_ratio", "2", "algorithm.importance.level"),
+    ("verl", "critic.optim.lr", "1e-5", "no critic"),
+    ("AReaL", "learner.steps_per_iteration", "4", "learner.ppo_epochs"),
+    ("verl", "trainer.nnodes", "2", "cluster.rollout_actors.max"),
+]
+
+
+@pytest.mark.parametrize(("peer", "key", "value", "says"), TOLD)
+def test_a_key_is_answered_with_what_to_do(
+    peer: str, key: str, value: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(BASE)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{key}={value}"])
+    assert says in str(caught.value) and "Did you mean" not in str(caught.value)
+
+
+def test_every_answer_names_settings_that_there_are_with_values_that_they_take(
+    tmp_path: Path,
+) -> None:
+    known = settings()
+    file = tmp_path / "mine.yaml"
+    file.write_text(BASE)
+    for one in ANSWERS:
+        for named in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: ([^`]+))?`", one.says):
+            key, value = named
+            assert key in known, f"{one.keys}: {key}"
+            if value:
+                load_config(file, [*MORE.get(value, []), f"{key}={value}"])
+
+
+def test_no_key_has_two_answers() -> None:
+    plain = {key for one in ANSWERS if one.when is None for key in one.keys.split()}
+    assert not plain & set(PEERS)
