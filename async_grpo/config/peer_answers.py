@@ -72,8 +72,8 @@ ANSWERS = (
     Answer(
         "AReaL",
         "behav_imp_weight_cap",
-        f"{_LEVEL}, `algorithm.importance.mode: mask`, and the cap as `algorithm.importance.upper`: "
-        "tokens above it are left out",
+        f"{_LEVEL}, `algorithm.importance.mode: mask`, and the cap as "
+        "`algorithm.importance.upper`: tokens above it are left out",
     ),
     Answer(
         "verl",

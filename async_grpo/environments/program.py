@@ -109,7 +109,8 @@ class ProgramEnvironment:
 
     def __init__(self, options: ProgramOptions, launcher: Launcher) -> None:
         self._options, self._launcher = options, launcher
-        self._process: ProgramProcess | None = None
+        self._begun: asyncio.Task[ProgramProcess] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def reset(self, reference: Any, seed: int) -> Observation:
         """Begin the program. reference: the problem, with `url` and `key` of the policy."""
@@ -121,13 +122,18 @@ class ProgramEnvironment:
             "ANTHROPIC_API_KEY": key,
         }
         problem = json.dumps(told(reference, seed)).encode()
-        self._process = await self._launcher.begin(problem, variables)
+        self._begun = asyncio.create_task(self._launcher.begin(problem, variables))
+        try:
+            await asyncio.shield(self._begun)
+        except asyncio.CancelledError:  # it takes too long; what has begun then is ended
+            self._ending = asyncio.create_task(self.close())
+            raise
         return Observation()
 
     async def step(self, action: Action) -> Observation:
         """Wait for the program's end. Raises RuntimeError for anything but a result."""
-        assert self._process is not None
-        ended = await self._process.end()
+        assert self._begun is not None
+        ended = await self._begun.result().end()
         if ended.printed_much:
             raise RuntimeError(
                 "the program printed more than task.options.output_mb = "
@@ -146,9 +152,14 @@ class ProgramEnvironment:
             raise RuntimeError(f"the last line of the program {error}") from error
 
     async def close(self) -> None:
-        """End the program and what it started."""
-        if self._process is not None:
-            await self._process.close()
+        """End the program and what it started, also one that is just being begun."""
+        if self._begun is None:
+            return
+        try:
+            process = await asyncio.shield(self._begun)
+        except (OSError, RuntimeError):  # there is none: `reset` has raised it
+            return
+        await process.close()
 
 
 def _forkable(arguments: list[str]) -> bool:

@@ -70,9 +70,9 @@ class ProgramProcess:
         self.kill()  # while its number is still its own
         if not closed:  # something that it left has its output
             await asyncio.to_thread(sweep, self._key, but=self.pid)
-        self._code = self._wait()
+        code = self._reap()
         out, err = await self._pipes.read()
-        return Ended(self._code, self._pipes.printed_much, _last_line(out), _last_line(err))
+        return Ended(code, self._pipes.printed_much, _last_line(out), _last_line(err))
 
     async def close(self) -> None:
         """End the program and what it started."""
@@ -80,12 +80,20 @@ class ProgramProcess:
             self.kill()
             await asyncio.to_thread(sweep, self._key, but=self.pid)
             await _exit_of(self.pid)
-            self._code = self._wait()
+            self._reap()
         await asyncio.to_thread(sweep, self._key)
         await self._pipes.read()
 
+    def _reap(self) -> int:
+        """Return the exit status, which the system tells once."""
+        if self._code is None:
+            self._code = self._wait()
+        return self._code
+
     def kill(self) -> None:
-        """Kill the program's session."""
+        """Kill the program's session, if its end has not been seen."""
+        if self._code is not None:  # its number may be another's by now
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

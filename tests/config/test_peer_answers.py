@@ -19,6 +19,7 @@ MORE = {
         "algorithm.clip_ratio_high=4e-4",
         "algorithm.loss_agg_mode=seq-mean-token-mean",
     ],
+    "m2po": ["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"],
     "token": ["algorithm.anchor=recomputed"],
     "mask": ["algorithm.anchor=recomputed", "algorithm.importance.level=token"],
 }

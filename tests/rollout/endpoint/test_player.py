@@ -14,6 +14,7 @@ import pytest
 
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.program import Program
+from async_grpo.environments.program_process import _Pipes
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.tasks.base import TaskError
@@ -217,3 +218,40 @@ def test_what_cannot_be_begun_is_said_before_a_run(options: dict[str, Any], says
 
 def test_a_program_that_can_be_begun_passes() -> None:
     Program(config_of(script("openai_chain"), options={"preload": ["json"]}).task, 0).check(30.0)
+
+
+@PRELOADED
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_a_program_that_is_being_begun_is_ended_too(
+    how: str, preload: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it has started meanwhile: the environment does not know it yet."""
+    pids, opened = tmp_path / "pids", _Pipes.open
+
+    async def slow(*arguments: Any, **more: Any) -> None:
+        while not said(pids):
+            await asyncio.sleep(0.02)
+        await opened(*arguments, **more)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(_Pipes, "open", slow)
+        config = config_of([*script("failing"), "leaves_and_hangs", str(pids)])
+        options = config.task.options | {"preload": preload, "variables": {"OFFLINE": "1"}}
+        task = Program(config.task.model_copy(update={"options": options}), 0)
+        environment = task.environment()
+        reference = {"prompt": "", "reference": 0, "url": "http://127.0.0.1:9/v1", "key": "k" * 32}
+        reset = asyncio.create_task(environment.reset(reference, 0))
+        await asyncio.sleep(0.1)
+        if how == "closed":
+            await environment.close()
+            await reset
+        else:
+            reset.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reset
+            await environment.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    left = [int(pid) for pid in said(pids).split()[:-1]]
+    assert len(left) == 9
+    wait_until_gone(left)

@@ -24,7 +24,7 @@ def ask() -> dict:
 
 
 RIGHT = json.dumps({"rewards": {"correct": 1.0}, "verdict": 1})
-if kind != "never_asks":
+if kind != "never_asks" and "OFFLINE" not in os.environ:
     messages.append(ask())
 if kind == "exits":
     print("Traceback\nBoom", file=sys.stderr)
