@@ -8,9 +8,8 @@ around that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -60,14 +59,3 @@ class Section(BaseModel):
     )
     on_resume: ClassVar[Mark | None] = None
     """Mark of the keys without one of their own."""
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy, with other values, which are checked as those of a file are. Raises
-        ValidationError.
-        """
-        copied = super().model_copy(deep=deep)
-        if not update:
-            return copied
-        made = type(self)(**{**dict(copied), **update})
-        made.__pydantic_fields_set__.intersection_update(self.model_fields_set | set(update))
-        return made

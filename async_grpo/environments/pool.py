@@ -40,7 +40,11 @@ class EnvironmentFailed(ChildError):
 
 
 _KIND = ChildKind(
-    "environment", "async_grpo.environments.child", "environment.step_timeout_s", EnvironmentFailed
+    "environment",
+    "async_grpo.environments.child",
+    "environment.step_timeout_s",
+    EnvironmentFailed,
+    variables=("TMPDIR", "SSL_CERT_FILE"),  # which programs have from it
 )
 
 

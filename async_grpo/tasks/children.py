@@ -24,7 +24,7 @@ START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _GRACE_S = 0.2
 _LAST_WORDS_S = 2.0
-_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -38,12 +38,15 @@ class ChildError(RuntimeError):
 
 @dataclass(frozen=True)
 class ChildKind:
-    """What a kind of children runs: its name, module, the setting of its deadline, its error."""
+    """What a kind of children runs: its name, module, the setting of its deadline, its error;
+    variables that it has of this process's environment, beside those that all have.
+    """
 
     name: str
     module: str
     setting: str
     error: type[ChildError]
+    variables: tuple[str, ...] = ()
 
 
 class Child:
@@ -69,7 +72,7 @@ class Child:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=_environment(kind.variables),
             start_new_session=True,
         )
         child = cls(process, kind)
@@ -181,8 +184,9 @@ class Child:
         return self._kind.error("crash", f"the {self._kind.name} child {how}")
 
 
-def _environment() -> dict[str, str]:
+def _environment(more: tuple[str, ...]) -> dict[str, str]:
     """Return a clean environment in which the child can import what this process can."""
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    names = (*_KEPT_ENVIRONMENT, *more)
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     path = [os.path.abspath(entry) for entry in sys.path]
     return {**kept, **stacks.environment(), **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

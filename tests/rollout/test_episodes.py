@@ -327,7 +327,8 @@ def test_an_actor_puts_groups_of_episodes() -> None:
         ]
         assert {row.finish_reason for row in group.rows} == {"env_done"}
         assert [row.episode for row in group.rows] == [None, None]
-        assert sorted(group.times) == ["done", "first_token", "queued", "scored"]
+        ends = ["episode_0", "episode_1"]
+        assert sorted(group.times) == ["done", *ends, "first_token", "queued", "scored"]
         assert all(len(row.turn_rewards) == 1 for row in group.rows)
     seeds = {bytes(group.prompts[0].tolist()).decode().split()[-1] for group in queue.kept}
     assert len(seeds) == 2, "every group has a seed of its own, and its episodes the same"
