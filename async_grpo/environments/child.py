@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def main() -> None:
         return
     send(replies, ["ready", sorted(task.weights)])
     asyncio.run(serve(requests, replies, task, setup["timeouts"]))
-    os._exit(0)  # a thread may still be in a call that does not return
+    os.killpg(0, signal.SIGKILL)  # a thread may still be in a call; and what environments started
 
 
 if __name__ == "__main__":

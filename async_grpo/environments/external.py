@@ -25,8 +25,10 @@ class ExternalOptions(ServedOptions):
     """An episode fails, and its group is issued again, when its worker has said nothing for this
     many seconds: no heartbeat, and no request.
     """
-    wait_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest that an episode waits for a worker; then its group fails."""
+    wait_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest that an episode waits for a worker; then its group fails. Less than
+    `rollout.group_timeout_s`, which ends the group in any case.
+    """
 
 
 class External(ServedTask):

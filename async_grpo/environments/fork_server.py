@@ -50,17 +50,28 @@ def main() -> None:
         message, outputs, _, _ = socket.recv_fds(control, LARGEST, 3)
         if not message:
             return
-        between = os.fork()
+        between = _fork(control)
         if between == 0:
-            pid = os.fork()
+            pid = _fork(control)
             if pid == 0:
                 _become(json.loads(message), outputs, control, place)
                 _run(plan["arguments"])
-            control.send(json.dumps({"pid": pid}).encode())
+            if pid > 0:
+                control.send(json.dumps({"pid": pid}).encode())
             os._exit(0)
-        os.waitpid(between, 0)
+        if between > 0:
+            os.waitpid(between, 0)
         for one in outputs:
             os.close(one)
+
+
+def _fork(control: socket.socket) -> int:
+    """Fork; say why it cannot be, and return -1."""
+    try:
+        return os.fork()
+    except OSError as error:
+        control.send(json.dumps({"error": f"a program cannot be forked: {error}"}).encode())
+        return -1
 
 
 def _become(variables: dict, outputs: list, control: socket.socket, place: int) -> None:

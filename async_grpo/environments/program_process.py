@@ -39,6 +39,10 @@ _NO_KEY = "-" * 32
 _PASSED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+_AWAITED: set[int] = set()
+"""Children whose end somebody waits for: programs and fork servers."""
+_FORKING: set[object] = set()
+"""Forks that are asked for and not awaited yet."""
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")
 
 
@@ -60,42 +64,45 @@ class ProgramProcess:
     def __init__(self, pid: int, wait: Callable[[], int], pipes: _Pipes, *, key: str) -> None:
         """wait: for its end, when that has come; its exit status."""
         self.pid, self._key = pid, key
+        _AWAITED.add(pid)
         self._wait, self._pipes = wait, pipes
         self._code: int | None = None
 
     async def end(self) -> Ended:
         """Wait for the end, whoever still has the outputs."""
         await _exit_of(self.pid)
-        closed = await self._pipes.closed(LAST_WORDS_S)
-        self.kill()  # while its number is still its own
-        if not closed:  # something that it left has its output
+        if not await self._pipes.closed(LAST_WORDS_S):  # something that it left has its output
             await asyncio.to_thread(sweep, self._key, but=self.pid)
+        self.kill()  # and its session, while its number is still its own
         code = self._reap()
         out, err = await self._pipes.read()
         return Ended(code, self._pipes.printed_much, _last_line(out), _last_line(err))
 
     async def close(self) -> None:
         """End the program and what it started."""
+        await asyncio.to_thread(sweep, self._key, but=self.pid)
         if self._code is None:
             self.kill()
-            await asyncio.to_thread(sweep, self._key, but=self.pid)
             await _exit_of(self.pid)
             self._reap()
         await asyncio.to_thread(sweep, self._key)
         await self._pipes.read()
+        _reap_others()
 
     def _reap(self) -> int:
         """Return the exit status, which the system tells once."""
         if self._code is None:
             self._code = self._wait()
+            _AWAITED.discard(self.pid)
         return self._code
 
     def kill(self) -> None:
         """Kill the program's session, if its end has not been seen."""
         if self._code is not None:  # its number may be another's by now
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # a forked one has no session of its own at first
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
 
 
 class Launcher:
@@ -167,7 +174,13 @@ class Launcher:
         async with self._asking:
             if self._server is None or not self._server.alive:
                 self._server = await self._start()
-            pid = await self._server.fork(variables, outputs)
+            asked = object()
+            _FORKING.add(asked)
+            try:
+                pid = await self._server.fork(variables, outputs)
+                _AWAITED.add(pid)
+            finally:
+                _FORKING.discard(asked)
         return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     async def _start(self) -> _ForkServer:
@@ -207,6 +220,7 @@ class _ForkServer:
                 preexec_fn=_die_with_parent,
             )
         ours.setblocking(False)
+        _AWAITED.add(process.pid)
         server = cls(process, ours)
         said = await server._said()
         if "ready" not in said:
@@ -228,7 +242,10 @@ class _ForkServer:
         if len(message) > LARGEST:
             raise RuntimeError(f"the variables of an episode have more than {LARGEST} bytes")
         socket.send_fds(self._control, [message], list(outputs))
-        return int((await self._said())["pid"])
+        said = await self._said()
+        if "pid" not in said:
+            raise RuntimeError(said["error"])
+        return int(said["pid"])
 
     async def _said(self) -> dict[str, str]:
         loop = asyncio.get_running_loop()
@@ -256,7 +273,9 @@ class _Pipes:
 
     def __init__(self, most: int) -> None:
         self._printed, self._most = 0, most
-        self._talk: asyncio.Task[tuple[bytes, bytes]] | None = None
+        self._talk: asyncio.Task[None] | None = None
+        self._kept = [b"", b""]
+        self._transports: list[asyncio.BaseTransport] = []
 
     @property
     def printed_much(self) -> bool:
@@ -266,8 +285,13 @@ class _Pipes:
     async def open(self, ends: Sequence[int], problem: bytes, too_much: Callable[[], None]) -> None:
         """Begin to write and read. ends: of stdin, stdout, stderr."""
         into = await _writer(ends[0])
-        out, err = [await _reader(one) for one in ends[1:]]
-        self._talk = asyncio.create_task(self._both(into, problem, out, err, too_much))
+        outputs = []
+        for one in ends[1:]:
+            reader, transport = await _reader(one)
+            outputs.append(reader)
+            self._transports.append(transport)
+        self._transports.append(into.transport)
+        self._talk = asyncio.create_task(self._both(into, problem, outputs, too_much))
 
     async def closed(self, timeout_s: float) -> bool:
         """Wait until both outputs have ended; whether they have."""
@@ -276,26 +300,27 @@ class _Pipes:
         return bool(done)
 
     async def read(self) -> tuple[bytes, bytes]:
-        """Wait for the ends of both outputs."""
+        """Return the ends of both outputs, where these do not end soon what there is of them."""
         assert self._talk is not None
-        return await asyncio.shield(self._talk)
+        if not await self.closed(LAST_WORDS_S):
+            self._talk.cancel()
+            for one in self._transports:
+                one.close()
+        return self._kept[0], self._kept[1]
 
     async def _both(
         self,
         into: asyncio.StreamWriter,
         problem: bytes,
-        out: asyncio.StreamReader,
-        err: asyncio.StreamReader,
+        outputs: Sequence[asyncio.StreamReader],
         too_much: Callable[[], None],
-    ) -> tuple[bytes, bytes]:
-        async def read(stream: asyncio.StreamReader) -> bytes:
-            kept = b""
+    ) -> None:
+        async def read(number: int, stream: asyncio.StreamReader) -> None:
             while part := await stream.read(KEPT):
                 self._printed += len(part)
                 if self.printed_much:
                     too_much()
-                kept = (kept + part)[-KEPT:]
-            return kept
+                self._kept[number] = (self._kept[number] + part)[-KEPT:]
 
         async def say() -> None:
             with contextlib.suppress(ConnectionError):  # it may not want to know
@@ -303,8 +328,7 @@ class _Pipes:
                 await into.drain()
             into.close()
 
-        _, first, second = await asyncio.gather(say(), read(out), read(err))
-        return first, second
+        await asyncio.gather(say(), *[read(at, one) for at, one in enumerate(outputs)])
 
 
 def sweep(key: str, *, but: int = 0) -> None:
@@ -329,6 +353,21 @@ def sweep(key: str, *, but: int = 0) -> None:
         time.sleep(SWEEP_S)
 
 
+def _reap_others() -> None:
+    """Take what ended programs left to this process, their parent now, and what has ended since."""
+    if _FORKING:  # one that is just being adopted may have ended, and nobody awaits it yet
+        return
+    for pid in _processes():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        if state == "Z" and int(parent) == os.getpid() and pid not in _AWAITED:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
 def _adopt() -> None:
     """Become the parent of what programs leave, and end by the pool's pipe alone: this process's
     end is what ends them.
@@ -345,12 +384,12 @@ def _pipe_ends() -> tuple[list[int], list[int]]:
     return [write_in, read_out, read_err], [read_in, write_out, write_err]
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
+async def _reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-    await loop.connect_read_pipe(
+    transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
     )
-    return reader
+    return reader, transport
 
 
 async def _writer(descriptor: int) -> asyncio.StreamWriter:

@@ -153,10 +153,18 @@ def check_fit(
 
 
 def served_notes(config: Config, task: Task) -> Iterator[str]:
-    """Say where workers find the run, and check that programs can be begun. Raises TaskError."""
+    """Say where workers find the run, and check that programs can be begun. Raises TaskError,
+    SetupError.
+    """
     if isinstance(task, Program):
         task.check(config.environment.reset_timeout_s)
     if isinstance(task, External):
+        wait_s, longest_s = task.options.wait_s, config.rollout.longest_group_s
+        if wait_s >= longest_s:
+            raise SetupError(
+                f"task.options.wait_s is {wait_s:g} s, and a group ends after "
+                f"rollout.group_timeout_s = {longest_s:g} s: raise that one, or wait less"
+            )
         yield (
             "episodes are played by workers; rollout actors say where they are in "
             f"{Path(config.run.dir) / DIRECTORY} (docs/agents.md)"

@@ -149,9 +149,10 @@ def _failures(data: RunData) -> str:
     parts = [] if kinds else ["<p>Nothing failed.</p>"]
     if kinds:
         how = (
-            "Nothing of it was scored: its group was issued again, and one that fails "
-            "replay.max_attempts times is listed by python -m async_grpo.replay RUN_DIR --state "
-            "failed. Requests are those of programs and workers."
+            "An episode that failed was not scored while training: its group was issued again, "
+            "and one that fails replay.max_attempts times is listed by python -m "
+            "async_grpo.replay RUN_DIR --state failed. Held-out ones count as wrong. Requests are "
+            "those of programs and workers, and the answers that they got instead."
         )
         rows = "".join(_row(*one) for one in kinds)
         parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), rows)]

@@ -476,6 +476,7 @@ class RolloutActor:
         if self._partials is not None:
             begun = self._partials.take_turns(ticket, len(wanted), self._counts)
         work.play = GroupPlay(self.parts.engine, ticket, changed, begun)
+        self._enter(work, "environment")  # or a worker that is waited for
         seed = _hash63(config.seed, "environment", ticket.group_id)
         plays = []
         for number, one in enumerate(wanted):

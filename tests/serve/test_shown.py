@@ -25,9 +25,9 @@ def talked() -> ServedEpisode:
             said = [{"role": role, "content": content} for role, content in messages]
             body = json.dumps({"model": "policy", "messages": said}).encode()
             request = parse(body, sampling="ignore", retried=False)
-            await episode.answer(request)
+            reply = await episode.answer(request)
             if reads:
-                episode.read(request)
+                reply.turn.note_read()
 
         await say(("user", "a?"))
         await say(("user", "a?"), ("assistant", "one"), ("user", "b?"))

@@ -6,6 +6,7 @@ Runs in: rollout actors. Hides its blocks: text, thinking, `tool_use` and `tool_
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,7 +124,9 @@ def _blocks(message: Body) -> Iterator[Body]:
         yield {"type": "text", "text": message["content"]}
     for one in message.get("tool_calls", ()):
         try:
-            given = json.loads(one["function"]["arguments"])
+            given = json.loads(
+                one["function"]["arguments"], parse_constant=lambda word: None, parse_float=_finite
+            )
         except ValueError:
             given = {}
         yield {
@@ -132,6 +135,11 @@ def _blocks(message: Body) -> Iterator[Body]:
             "name": one["function"]["name"],
             "input": given if isinstance(given, dict) else {},
         }
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _events(request: ChatRequest, completion: Body) -> Iterator[bytes]:

@@ -35,6 +35,10 @@ from async_grpo.tasks.base import Problem
 _REASONS = ("env_done", "stop", "length", "max_turns", "context", "invalid_action", "repetition")
 
 
+MOST_FORMATS = 64
+"""Sets of tools whose chat formats are kept."""
+
+
 class Host(Protocol):
     """Has episodes played by somebody who talks to the endpoint."""
 
@@ -142,6 +146,8 @@ class ServedPlayer:
         try:
             async with self._endpoint.serving(served) as key:
                 answer = await self._run(problem, seed, served, key)
+            if served.failure is not None:  # nobody knows what it would have been worth
+                raise served.failure
             self._judge(episode, answer, served)
         except EnvironmentFailed as error:
             self._counts[f"environment_{error.reason}"] += 1
@@ -162,6 +168,8 @@ class ServedPlayer:
                 busy=lambda: served.open > 0,
             )
         except EnvironmentFailed as error:
+            if served.failure is not None:
+                raise served.failure from error
             late = error.reason == "timeout"
             if late and self._config.environment.on_timeout == "score_zero":
                 return Observation("env_timeout", done=True, verdict=0.0)
@@ -189,6 +197,8 @@ class ServedPlayer:
         """Return how chats with these tools are written. Raises RequestError."""
         key = json.dumps(list(tools), sort_keys=True)
         if key not in self._formats:
+            if len(self._formats) >= MOST_FORMATS:  # a client has many sets of tools
+                self._formats.pop(next(iter(self._formats)))
             try:
                 self._formats[key] = self._make(tools)
             except Exception as error:

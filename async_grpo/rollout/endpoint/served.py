@@ -38,10 +38,11 @@ USED_UP = "context_length_exceeded"
 
 @dataclass(eq=False)
 class ServedTurn:
-    """A turn of ours: where it stands in its row, and how it was understood; why it began a row,
-    "" where it did not, or was the first; who asked; whether a client has it.
+    """A turn of ours: its number; where it stands in its row, and how it was understood; why it
+    began a row, "" where it did not, or was the first; who asked; whether a client has it.
     """
 
+    number: int
     row: int
     begin: int
     end: int
@@ -49,6 +50,10 @@ class ServedTurn:
     forked: str = ""
     label: str = ""
     read: bool = False
+
+    def note_read(self) -> None:
+        """Note that a client has it."""
+        self.read = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +114,11 @@ class ServedEpisode:
         self.turns: list[ServedTurn] = []
         """All, in the order of their ends."""
         self._asked: dict[bytes, _Asked] = {}
+        """The newest request with each body, unless it failed."""
+        self._tasks: set[asyncio.Task[Reply]] = set()
+        self._closed = False
+        self.failure: Exception | None = None
+        """What was no client's fault: nothing of the episode may be scored."""
         self._known: list[tuple[str, tuple[Message, ...]]] = []
         """Label and messages of every turn, with its own."""
         self._busy: set[int] = set()
@@ -117,14 +127,17 @@ class ServedEpisode:
 
     async def answer(self, request: ChatRequest) -> Reply:
         """Answer a request. Cancelled, it goes on: its client may send it again. Raises
-        RequestError, EngineError.
+        RequestError, EngineError, EnvironmentFailed.
         """
+        if self._closed:
+            raise RequestError(401, "this episode has ended", code="key")
         asked = self._asked.get(request.digest)
         left = asked is not None and not asked.waiting and not (asked.turn and asked.turn.read)
         if asked is None or not (request.retried or left):
             asked = _Asked(asyncio.ensure_future(self._answer(request)))
             self._asked[request.digest] = asked
-            asked.task.add_done_callback(_retrieved)
+            self._tasks.add(asked.task)
+            asked.task.add_done_callback(lambda task: self._answered(request.digest, task))
         asked.waiting += 1
         self.open += 1
         try:
@@ -135,15 +148,21 @@ class ServedEpisode:
         asked.turn = reply.turn
         return reply
 
-    def read(self, request: ChatRequest) -> None:
-        """Note that a client has the answer to this request."""
-        asked = self._asked.get(request.digest)
-        if asked is not None and asked.turn is not None:
-            asked.turn.read = True
+    def _answered(self, digest: bytes, task: asyncio.Task[Reply]) -> None:
+        """Forget a request that failed, and keep why, if no client can have caused it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            return
+        if digest in self._asked and self._asked[digest].task is task:
+            del self._asked[digest]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not isinstance(error, RequestError):
+            self.failure = self.failure or error
 
     async def close(self) -> None:
         """End all requests, and take out the turns that nobody has read."""
-        tasks = [asked.task for asked in self._asked.values()]
+        self._closed = True
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,7 +221,9 @@ class ServedEpisode:
         except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
             found = Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
         message = said(_replied(found, self._begun))
-        turn = ServedTurn(row, len(before), len(before) + len(ids), found, forked, request.label)
+        turn = ServedTurn(
+            len(self.turns), row, len(before), len(before) + len(ids), found, forked, request.label
+        )
         self._behind[after(request.chain[-1], message)] = turn
         self.turns.append(turn)
         self._known.append((request.label, (*request.messages, message)))
@@ -330,8 +351,3 @@ def _no_room(reason: str, rollout: RolloutConfig) -> str:
 
 def _in_words(message: Message) -> str:
     return f"[{message['role']}] {message['content']}"
-
-
-def _retrieved(task: asyncio.Task[Reply]) -> None:
-    if not task.cancelled():
-        task.exception()  # whoever waits for it gets it; without anybody asyncio would log it

@@ -14,7 +14,6 @@ answer to a client that went away is kept for when it asks again.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import secrets
@@ -31,16 +30,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from async_grpo.config.endpoint import EndpointConfig
+from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.endpoint import replies
 from async_grpo.rollout.endpoint.dialects import CHAT, Dialect
 from async_grpo.rollout.endpoint.messages import RequestError, parse, read
 from async_grpo.rollout.endpoint.messages_api import MESSAGES
 from async_grpo.rollout.endpoint.responses_api import RESPONSES
-from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
 from async_grpo.rollout.endpoint.work import Work
 from async_grpo.rollout.engine import EngineError
 
@@ -80,7 +80,6 @@ class Endpoint:
         self._work = work
         self._counts = counts
         self._open: dict[str, _Open] = {}
-        self._numbers = itertools.count()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
@@ -101,6 +100,7 @@ class Endpoint:
             ]
         app = Starlette(routes=routes)
         host, port = self._settings.host, self._settings.port
+        name = self._settings.advertise or _reached_by(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
         self._server = _Server(
@@ -119,7 +119,6 @@ class Endpoint:
                 await asyncio.sleep(0.01)
         if self._serving.done():
             self._serving.result()
-        name = self._settings.advertise or _reached_by(host)
         self.url = f"http://{name}:{listening.getsockname()[1]}/v1"
 
     async def close(self) -> None:
@@ -146,7 +145,7 @@ class Endpoint:
         except RequestError as error:
             return self._refused(error)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "async_grpo"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [model]})
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         try:
@@ -164,20 +163,23 @@ class Endpoint:
         except (ClientDisconnect, asyncio.CancelledError):
             self._counts["requests_left"] += 1
             return Response(status_code=499)
-        except EngineError as error:  # the episode's group fails by it, too
+        except (EngineError, EnvironmentFailed) as error:  # nothing of the episode is scored
             refused = RequestError(503, f"the engine failed: {error}", code="engine")
             return self._refused(refused, dialect)
+        finally:
+            if self._work is not None:
+                self._work.heard(_key(request))
         self._counts["requests_answered"] += 1
-        done = replies.completion(wanted, reply, str(next(self._numbers)), self._words)
+        done = replies.completion(wanted, reply, str(reply.turn.number), self._words)
         whole = dialect.whole(done)
         if dialect is RESPONSES:
             found.said[whole["id"]] = [*asked["messages"], done["choices"][0]["message"]]
-        read_it = BackgroundTask(found.episode.read, wanted)
+        read_it = BackgroundTask(_has, reply.turn)
         if wanted.stream:
             return StreamingResponse(
                 dialect.events(wanted, done), media_type="text/event-stream", background=read_it
             )
-        return JSONResponse(whole, background=read_it)
+        return _json(whole, background=read_it)
 
     async def _lease(self, request: Request) -> Response:
         """Give an episode to a worker, or 204 where there is none in time."""
@@ -191,25 +193,25 @@ class Endpoint:
             return self._refused(error)
         except (ClientDisconnect, asyncio.CancelledError):
             return Response(status_code=499)
-        return Response(status_code=204) if found is None else JSONResponse(found)
+        return Response(status_code=204) if found is None else _json(found)
 
     async def _heartbeat(self, request: Request) -> Response:
+        assert self._work is not None
         try:
-            self._admitted(request)
+            self._work.beat(_key(request))
         except RequestError as error:
             return self._refused(error)
-        return JSONResponse({})
+        return _json({})
 
     async def _result(self, request: Request) -> Response:
         assert self._work is not None
         try:
-            self._admitted(request)
             self._work.finish(_key(request), await self._body(request))
         except RequestError as error:
             return self._refused(error)
         except ClientDisconnect:
             return Response(status_code=499)
-        return JSONResponse({})
+        return _json({})
 
     def _admitted(self, request: Request) -> _Open:
         key = _key(request)
@@ -272,7 +274,7 @@ class Endpoint:
 
     def _refused(self, error: RequestError, dialect: Dialect = CHAT) -> Response:
         self._counts[f"requests_{error.status}"] += 1
-        return JSONResponse(dialect.failure(error), status_code=error.status)
+        return _json(dialect.failure(error), status=error.status)
 
 
 def _asked(
@@ -282,9 +284,21 @@ def _asked(
     previous = found.get("previous_response_id")
     if previous is None:
         return dialect.asked(found, [])
-    if previous not in said:
+    if not isinstance(previous, str) or previous not in said:
         raise RequestError(400, "`previous_response_id` is no reply of this episode")
     return dialect.asked(found, said[previous])
+
+
+async def _has(turn: ServedTurn) -> None:
+    turn.note_read()  # at once: a plain function would wait for a thread, and its client has it
+
+
+def _json(
+    value: dict[str, Any], *, status: int = 200, background: BackgroundTask | None = None
+) -> Response:
+    # in ASCII: half a surrogate pair, which the policy may say, has no other form
+    body = json.dumps(value).encode()
+    return Response(body, status, media_type="application/json", background=background)
 
 
 def _key(request: Request) -> str:

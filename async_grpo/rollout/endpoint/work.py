@@ -2,13 +2,15 @@
 
 Runs in: rollout actors, on their event loop. Hides who plays an episode, and whether they live:
 
-    POST /v1/work/lease      WORKER KEY   {"wait_s"}  -> an episode: its key, address and problem
-    POST /v1/work/heartbeat  episode key              -> 200, or 401 once the episode has ended
-    POST /v1/work/result     episode key  rewards and verdict, or {"failure": why}
+    POST /v1/work/lease      key of workers   {"wait_s"}  -> an episode: keys, address, problem
+    POST /v1/work/heartbeat  key of the lease             -> 200, or 401 once it has ended
+    POST /v1/work/result     key of the lease  rewards and verdict, or {"failure": why}
 
-The worker key and the address stand in RUN_DIR/workers/ACTOR.json, which only this user can read.
-Invariants: an episode is leased once; while its worker says nothing for `lease_s` and has no
-request open, it fails; what it was worth is said once, and checked before the worker hears "ok".
+An episode has two keys: the agent's, which opens the policy alone, and the lease's, which says what
+it was worth, and which the agent need not know. The key of workers and the address stand in
+RUN_DIR/workers/ACTOR.json, which only this user can read. Invariants: an episode is leased once;
+while its worker says nothing for `lease_s` and has no request open, it fails; what it was worth is
+said once, and checked before the worker hears "ok".
 """
 
 from __future__ import annotations
@@ -57,20 +59,24 @@ class Work:
         self._offers: deque[_Offer] = deque()
         self._offered = asyncio.Condition()
         self._open: dict[str, _Offer] = {}
+        """By the agent's key."""
+        self._leases: dict[str, _Offer] = {}
+        """By the key of the lease."""
 
     @asynccontextmanager
     async def offered(
         self, key: str, what: dict[str, Any], weights: dict[str, float]
     ) -> AsyncIterator[_Offer]:
         """Offer an episode inside. key: its own. weights: of the rewards that it may name."""
-        self._open[key] = offer = _Offer(what, weights)
+        lease = secrets.token_urlsafe(24)
+        self._open[key] = self._leases[lease] = offer = _Offer(what | {"work_key": lease}, weights)
         try:
             async with self._offered:
                 self._offers.append(offer)
                 self._offered.notify()
             yield offer
         finally:
-            self._open.pop(key, None)
+            del self._open[key], self._leases[lease]
             if offer in self._offers:
                 self._offers.remove(offer)
 
@@ -87,14 +93,24 @@ class Work:
         return offer.what
 
     def heard(self, key: str) -> None:
-        """Note that a worker lives, if it plays the episode with this key."""
+        """Note a request of the agent with this key: its worker lives."""
         if key in self._open:
             self._open[key].heard = time.monotonic()
 
+    def beat(self, key: str) -> _Offer:
+        """Note that the worker with this lease lives. Raises RequestError."""
+        offer = self._leases.get(key)
+        if offer is None:
+            raise RequestError(
+                401, "this key belongs to no lease, or its episode has ended", code="key"
+            )
+        offer.heard = time.monotonic()
+        return offer
+
     def finish(self, key: str, body: bytes) -> None:
         """Take what an episode was worth, or why it failed. Raises RequestError."""
-        offer = self._open.get(key)
-        if offer is None or offer.answer.done():
+        offer = self.beat(key)
+        if offer.answer.done():
             raise RequestError(409, "this episode has its result already", code="result")
         try:
             found = json.loads(body)
@@ -130,6 +146,10 @@ class WorkHost:
             "lease_s": options.lease_s,
             "problem": told(reference, seed),
         }
+        try:
+            json.dumps(what)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed("not_sendable", f"the problem is no JSON: {error}") from error
         async with self._work.offered(key, what, self._weights) as offer:
             try:
                 async with asyncio.timeout(options.wait_s):
@@ -168,8 +188,11 @@ class WorkHost:
 def announce(run_dir: Path, actor_id: str, *, url: str, key: str) -> Path:
     """Write where workers find an actor, for this user alone; the file."""
     directory = run_dir / DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"{actor_id}.json"
+    slot, dot, _ = actor_id.rpartition(".")
+    for dead in directory.glob(f"{slot}.*.json") if dot else ():  # what had the slot before
+        dead.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump({"url": url, "key": key}, file)

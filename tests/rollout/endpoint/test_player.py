@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -255,3 +258,48 @@ def test_a_program_that_is_being_begun_is_ended_too(
     left = [int(pid) for pid in said(pids).split()[:-1]]
     assert len(left) == 9
     wait_until_gone(left)
+
+
+def test_a_result_counts_whoever_has_the_output_still(tmp_path: Path) -> None:
+    """A process without the key, in a session of its own, is not found; the result is there."""
+    config = config_of([*script("failing"), "leaves_stranger", str(tmp_path / "pid")])
+    found, _ = play(Saying("a1"), config)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert isinstance(found, Episode), found
+    assert found.verdict == 1.0
+
+
+def test_programs_leave_no_zombies(tmp_path: Path) -> None:
+    """What they started is a child of the environments' process once they have ended."""
+
+    async def scenario() -> None:
+        config = config_of([*script("failing"), "leaves_plain"])
+        launcher = Program(config.task, 0).environment()._launcher
+        for number in range(3):
+            variables = {"OPENAI_API_KEY": f"{number}" * 32, "OFFLINE": "1"}
+            process = await launcher.begin(b"{}", variables)
+            assert (await process.end()).code == 0
+            await process.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    own = f" {os.getpid()} "
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+    assert not [one for one in stats if f") Z{own}" in one and "(sleep)" in one]
+
+
+def test_a_program_that_was_just_forked_is_killed_at_once(tmp_path: Path) -> None:
+    """Before it has its own session and environment."""
+
+    async def scenario() -> float:
+        config = config_of([*script("failing"), "hangs"], options={"preload": ["json"]})
+        launcher = Program(config.task, 0).environment()._launcher
+        slowest = 0.0
+        for number in range(12):
+            variables = {"OPENAI_API_KEY": f"{number:032}", "OFFLINE": "1"}
+            process = await launcher.begin(b"{}", variables)
+            began = time.monotonic()
+            await asyncio.wait_for(process.close(), 20)
+            slowest = max(slowest, time.monotonic() - began)
+        return slowest
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 100)) < 15.0, "it waited for the program"

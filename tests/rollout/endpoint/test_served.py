@@ -13,6 +13,7 @@ import pytest
 from async_grpo.rollout.chat_format import Message
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
 from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
+from async_grpo.rollout.engine import EngineError
 from async_grpo.rollout.episodes import as_rows
 from tests.support.served_episodes import Policy, served
 
@@ -29,7 +30,7 @@ def user(text: str) -> Message:
 async def say(episode: ServedEpisode, messages: list[Message], **more: Any) -> Reply:
     wanted = request(messages, **more)
     reply = await episode.answer(wanted)
-    episode.read(wanted)
+    reply.turn.note_read()
     return reply
 
 
@@ -133,7 +134,7 @@ def test_a_request_that_is_repeated_is_one_turn() -> None:
         assert (await first).message == (await again).message
         assert (await episode.answer(request([user("a?")], retried=True))) is await first
         assert len(policy.asked) == 1
-        episode.read(asked)
+        (await first).turn.note_read()
         other = await say(episode, [user("a?")])
         assert len(policy.asked) == 2, "two drafts of one beginning are two turns"
         assert other.turn.forked
@@ -174,6 +175,56 @@ def test_of_two_equal_drafts_the_one_that_nobody_read_is_not_trained() -> None:
         await say(episode, [user("a?")], user="second")
         await episode.close()
         assert [row.segments for row in episode.episode.session.rows] == [[(0, 4)]]
+
+    run(scenario())
+
+
+def test_equal_drafts_at_once_are_all_trained_once_they_are_read() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three", "four")
+        episode = served(policy)
+        policy.hold.clear()
+        drafts = [asyncio.ensure_future(say(episode, [user("a?")])) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        policy.hold.set()
+        await asyncio.gather(*drafts)
+        await episode.close()
+        assert len(episode.episode.session.rows) == 4 and episode.failure is None
+
+    run(scenario())
+
+
+def test_an_episode_that_is_closed_stays_as_it_is() -> None:
+    """Also where equal requests are under way, and for one that comes afterwards."""
+
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three")
+        episode = served(policy)
+        await say(episode, [user("a?")])
+        policy.hold.clear()
+        late = [asyncio.ensure_future(say(episode, [user("b?")])) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        await episode.close()
+        policy.hold.set()
+        await asyncio.gather(*late, return_exceptions=True)
+        with pytest.raises(RequestError, match="has ended"):
+            await say(episode, [user("c?")])
+        assert [row.segments for row in episode.episode.session.rows] == [[(0, 4)]]
+
+    run(scenario())
+
+
+def test_what_no_client_can_have_caused_is_kept() -> None:
+    class Broken(Policy):
+        async def sample(self, tokens: list[int], sampling: Any) -> Any:
+            raise EngineError("it is gone")
+
+    async def scenario() -> None:
+        episode = served(Broken())
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                await say(episode, [user("a?")])
+        assert isinstance(episode.failure, EngineError) and not episode._asked
 
     run(scenario())
 

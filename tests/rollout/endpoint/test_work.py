@@ -18,11 +18,14 @@ import pytest
 from async_grpo.config.schema import Config
 from async_grpo.environments.external import External
 from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.errors import SetupError
+from async_grpo.preflight.model import served_notes
 from async_grpo.rollout.endpoint.player import ServedPlayer
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.endpoint.work import Work, WorkHost, announce
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine import EngineError, Sampling
 from async_grpo.rollout.episodes import Episode
+from async_grpo.tasks.base import Problem
 from tests.support.programs import config_of, served_player
 from tests.support.scripted_policy import Letters, Saying
 
@@ -96,12 +99,12 @@ def test_a_worker_plays_an_episode() -> None:
         assert work is not None and actor.player.open_episodes == 1
         assert work["problem"]["seed"] == 3 and work["problem"]["prompt"].endswith(">")
         assert (await actor.post("/chat/completions", work["api_key"], ASK)).status_code == 200
-        assert (await actor.post("/work/result", work["api_key"], WORTH)).status_code == 200
+        assert (await actor.post("/work/result", work["work_key"], WORTH)).status_code == 200
         played = await episode
         assert (played.rewards, played.verdict) == ({"correct": 1.0}, 1.0)
         assert (played.finish_reason, played.session.sampled) == ("env_done", 3)
         assert actor.player.open_episodes == 0
-        late = await actor.post("/work/heartbeat", work["api_key"])
+        late = await actor.post("/work/heartbeat", work["work_key"])
         assert late.status_code == 401 and "has ended" in late.text
 
     run(Saying("g1"), external(), scenario)
@@ -116,9 +119,10 @@ def test_each_episode_is_leased_once_and_none_is_forgotten() -> None:
         assert await actor.lease(0.05) is None
         keys = {work["api_key"] for work in leased if work}
         assert len(keys) == 12
-        for key in keys:
-            await actor.post("/chat/completions", key, ASK)
-            await actor.post("/work/result", key, WORTH)
+        for work in leased:
+            assert work is not None
+            await actor.post("/chat/completions", work["api_key"], ASK)
+            await actor.post("/work/result", work["work_key"], WORTH)
         assert [one.verdict for one in await asyncio.gather(*episodes)] == [1.0] * 12
 
     run(Saying(*["a1"] * 12), external(), scenario)
@@ -134,7 +138,7 @@ def test_a_worker_that_goes_away_before_it_has_work_takes_none_with_it() -> None
         work = await actor.lease()
         assert work is not None
         await actor.post("/chat/completions", work["api_key"], ASK)
-        await actor.post("/work/result", work["api_key"], WORTH)
+        await actor.post("/work/result", work["work_key"], WORTH)
         assert (await episode).verdict == 1.0
 
     run(Saying("a1"), external(), scenario)
@@ -146,7 +150,7 @@ def test_a_lease_lapses_when_nothing_is_heard(alive: str) -> None:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None and work["lease_s"] == 0.6
-        key = work["api_key"]
+        key = work["work_key"]
         if alive == "silent":
             with pytest.raises(EnvironmentFailed, match=r"lease: .*lease_s = 0\.6 s"):
                 await episode
@@ -156,7 +160,9 @@ def test_a_lease_lapses_when_nothing_is_heard(alive: str) -> None:
             for _ in range(8):
                 await asyncio.sleep(0.2)
                 assert (await actor.post("/work/heartbeat", key)).status_code == 200
-        await actor.post("/chat/completions", key, ASK)  # takes longer than a lease
+        # takes longer than a lease, which begins anew with its answer
+        await actor.post("/chat/completions", work["api_key"], ASK)
+        await asyncio.sleep(0.3)
         await actor.post("/work/result", key, WORTH)
         assert (await episode).verdict == 1.0
 
@@ -196,6 +202,10 @@ def test_keys_open_what_they_are_for() -> None:
         assert work is not None
         for path, key in [
             ("/work/lease", work["api_key"]),
+            ("/work/lease", work["work_key"]),
+            ("/work/heartbeat", work["api_key"]),
+            ("/work/result", work["api_key"]),
+            ("/chat/completions", work["work_key"]),
             ("/work/lease", "guessed"),
             ("/work/lease", "é"),
             ("/work/heartbeat", actor.work.key),
@@ -227,9 +237,9 @@ def test_a_result_that_is_none_is_refused_and_may_be_said_again(body: Any, says:
         work = await actor.lease()
         assert work is not None
         await actor.post("/chat/completions", work["api_key"], ASK)
-        refused = await actor.post("/work/result", work["api_key"], body)
+        refused = await actor.post("/work/result", work["work_key"], body)
         assert refused.status_code == 400 and says in refused.json()["error"]["message"]
-        taken = await actor.post("/work/result", work["api_key"], WORTH)
+        taken = await actor.post("/work/result", work["work_key"], WORTH)
         assert taken.status_code == 200 and (await episode).verdict == 1.0
 
     run(Saying("a1"), external(), scenario)
@@ -241,8 +251,8 @@ def test_a_failure_is_never_scored_and_a_second_result_is_refused() -> None:
         work = await actor.lease()
         assert work is not None
         first, second = await asyncio.gather(
-            actor.post("/work/result", work["api_key"], {"failure": "the sandbox is full"}),
-            actor.post("/work/result", work["api_key"], WORTH),
+            actor.post("/work/result", work["work_key"], {"failure": "the sandbox is full"}),
+            actor.post("/work/result", work["work_key"], WORTH),
         )
         assert first.status_code == 200 and second.status_code in (401, 409)
         with pytest.raises(EnvironmentFailed, match="exception: its worker says: the sandbox"):
@@ -266,6 +276,9 @@ def test_where_workers_find_an_actor_is_for_this_user_alone(tmp_path: Path) -> N
         path = announce(tmp_path, "actor-0", url="http://here/v1", key=key)
     assert path == tmp_path / "workers" / "actor-0.json" and path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text()) == {"url": "http://here/v1", "key": "second"}
+    announce(tmp_path, "actor-1.0", url="http://here/v1", key="k")
+    announce(tmp_path, "actor-1.2", url="http://here/v1", key="k")
+    assert sorted(one.name for one in path.parent.iterdir()) == ["actor-0.json", "actor-1.2.json"]
 
 
 def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Path) -> None:
@@ -290,11 +303,48 @@ def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Pa
             [sys.executable, str(WORKER), str(tmp_path), "--slots", "1", "false"]
         )
         try:
-            with pytest.raises(EnvironmentFailed, match="exit status 1, and no result"):
+            with pytest.raises(EnvironmentFailed, match="exit status 1"):
                 await actor.play()
+            with pytest.raises(EnvironmentFailed, match="exit status 1"):
+                await actor.play()  # the slot goes on
         finally:
             worker.kill()
             worker.wait()
 
     run(Saying(*["a1"] * 6), external(), scenario)
     run(Saying(), external(), fails)
+
+
+def test_a_problem_that_cannot_be_sent_is_said() -> None:
+    async def scenario(actor: Actor) -> None:
+        sampling = Sampling(n=1, max_tokens=60, temperature=1.0)
+        posed = Problem("2:7>", {"prompt": "2:7>", "reference": {1, 2}})
+        with pytest.raises(EnvironmentFailed, match="not_sendable: the problem is no JSON"):
+            await actor.player.play(posed, sampling, seed=0)
+
+    run(Saying(), external(), scenario)
+
+
+def test_an_engine_that_fails_is_no_score_of_the_episode() -> None:
+    """Whatever the worker says about it afterwards."""
+
+    async def scenario(actor: Actor) -> None:
+        episode = actor.play()
+        work = await actor.lease()
+        assert work is not None
+        asked = await actor.post("/chat/completions", work["api_key"], ASK)
+        assert asked.status_code == 503
+        await actor.post("/work/result", work["work_key"], WORTH)
+        with pytest.raises(EngineError, match="it is gone"):
+            await episode
+
+    run(Saying(EngineError("it is gone")), external(), scenario)
+
+
+def test_a_wait_that_no_group_survives_is_refused_before_a_run() -> None:
+    config = external(wait_s=600.0)
+    with pytest.raises(SetupError, match="wait_s is 600 s, and a group ends after"):
+        list(served_notes(config, External(config.task, 0)))
+    config = external()
+    [note] = served_notes(config, External(config.task, 0))
+    assert "played by workers" in note

@@ -48,6 +48,14 @@ elif kind == "asks_for_ever":
     while True:
         messages.append({"role": "user", "content": "4>"})
         messages.append(ask())
+elif kind == "leaves_stranger":
+    stranger = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
+    with open(sys.argv[2], "w") as pid:
+        pid.write(str(stranger.pid))
+    print(RIGHT)
+elif kind == "leaves_plain":
+    subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(RIGHT)
 elif kind == "tells":
     with open(f"/proc/{os.getpid()}/environ") as environment:
         key_in_proc = "OPENAI_API_KEY=" + os.environ["OPENAI_API_KEY"] in environment.read()
