@@ -1,7 +1,8 @@
 """Child processes that run a user's code, each with a pipe.
 
 Runs in: rollout actors (and the driver, for evaluation). Hides how a child is started, watched and
-killed. Invariants: a child dies with its parent, in a process group of its own; no wait is without
+killed. Invariants: a child dies with its parent, in a process group of its own (one that runs
+programs by the end of its pipe, since it has these to end first); no wait is without
 a deadline that its caller gives; whatever a child says is one message, or an error of its kind.
 This contains accidents; it is no sandbox against hostile code.
 """
