@@ -50,8 +50,10 @@ def run(home: Path, *more: str) -> dict[str, Any]:
 def check(found: dict[str, Any]) -> None:
     assert [line["step"] for line in found["steps"]] == [1, 2]
     assert len(found["groups"]) == STEPS * GROUPS
-    errors = [line["weights/sampler_error"] for line in found["steps"]]
-    assert max(errors) <= 1e-4, "engine and learner read other tokens"
+    # of tokens of the weights that are trained: a step may have none
+    name = "weights/sampler_error"
+    errors = [line[name] for line in found["steps"] if name in line]
+    assert errors and max(errors) <= 1e-4, "engine and learner read other tokens"
     for group in found["groups"]:
         assert len(group.rows) == SIZE and len(group.prompts) == 1
         assert sum(name.startswith("episode_") for name in group.times) == SIZE
