@@ -94,6 +94,7 @@ class Episodes:
         self._task, self._timeouts = task, timeouts
         self._open: dict[int, Any] = {}
         self._plain = OneAtATime()
+        self._closed = False
 
     async def call(self, episode: int, name: str, argument: Any) -> list[Any]:
         """Answer one request: ["ok", value] or [reason, detail]."""
@@ -101,9 +102,10 @@ class Episodes:
             if name == "close":
                 return await self._close(episode)
             if name == "reset":
-                self._open[episode] = await self._plain.run(
-                    self._task.environment, self._timeouts["reset"]
-                )
+                made = await self._plain.run(self._task.environment, self._timeouts["reset"])
+                if self._closed:  # nobody would close it
+                    return ["closed", "the pool has ended"]
+                self._open[episode] = made
                 value = await self._of(episode, "reset", argument["reference"], argument["seed"])
             else:
                 value = await self._of(episode, "step", Action(**argument))
@@ -140,7 +142,10 @@ class Episodes:
         return ["ok", None]
 
     async def close(self) -> None:
-        """Close all, of which none may keep the others waiting for longer than its deadline."""
+        """Close all, of which none may keep the others waiting for longer than its deadline, and
+        begin no more.
+        """
+        self._closed = True
 
         async def one(episode: int) -> None:
             with contextlib.suppress(Exception):  # of the user's code, and nobody asks any more
