@@ -28,6 +28,8 @@ FINISH_REASONS = (
 """Why a response or an episode ended: by an end token, or a limit of tokens; and of episodes by the
 context's length, a limit of turns or of wrong actions, a repetition, the environment, its deadline.
 """
+EPISODE_END = "episode_"
+"""Begins the name of a group's time at which an episode ended; its number follows."""
 TRUNCATED = frozenset({"length", "context", "max_turns"})
 """Finish reasons that cut off what would have gone on."""
 

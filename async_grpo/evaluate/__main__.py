@@ -13,13 +13,12 @@ import asyncio
 import json
 import os
 import time
-import traceback
 from collections.abc import Sequence
 
 from async_grpo.algo.accuracy import metrics
 from async_grpo.config.schema import Config
-from async_grpo.errors import EXIT_MEANING, RunError, SetupError
-from async_grpo.evaluate.alone import LABEL, actor_alone, exit_code, quiet, settings
+from async_grpo.errors import SetupError
+from async_grpo.evaluate.alone import LABEL, actor_alone, quiet, settings, told
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.model import look
 from async_grpo.tasks.registry import create_task, held_out
@@ -44,12 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = settings(arguments.source, task=arguments.task, overrides=arguments.overrides)
             found = evaluate(config, console)
         except Exception as error:  # noqa: BLE001 - said, and the process ends
-            code = exit_code(error)
-            if code == RunError.exit_code:
-                traceback.print_exc()
-            console.error(str(error))
-            console.error(f"exit code {code}: {EXIT_MEANING[code]}")
-            return code
+            return told(error, console)
         if arguments.json:
             print(json.dumps(found), flush=True)
         else:

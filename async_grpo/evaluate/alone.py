@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from async_grpo.checkpoint import directory
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
+from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.model import known_model
 from async_grpo.replay.rules import Verdict
@@ -55,6 +56,16 @@ def quiet() -> Iterator[None]:
             for descriptor, copy in zip((1, 2), usual, strict=True):
                 os.dup2(copy, descriptor)
                 os.close(copy)
+
+
+def told(error: Exception, console: Console) -> int:
+    """Say what ended the command; its exit code. What nobody foresaw has its traceback."""
+    code = exit_code(error)
+    if code == RunError.exit_code:
+        traceback.print_exception(error)
+    console.error(str(error))
+    console.error(f"exit code {code}: {EXIT_MEANING[code]}")
+    return code
 
 
 def exit_code(error: Exception) -> int:

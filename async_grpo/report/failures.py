@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.errors import RunError
-from async_grpo.groups import GroupMeta, joined
+from async_grpo.groups import EPISODE_END, GroupMeta, joined
 from async_grpo.replay.history import Stretch
 from async_grpo.replay.journal import segments
 from async_grpo.report.data import RunData
@@ -17,8 +17,6 @@ from async_grpo.wire.codec import WireError
 
 GROUPS, SHOWN = 3000, 10
 """Newest groups that are looked at, and episodes that are shown."""
-EPISODE = "episode_"
-"""Begins the name of a group's time at which an episode ended; its number follows."""
 _ENVIRONMENT, _VERIFIER = "rollout/environment_failures/", "rollout/verifier_errors_"
 _REQUESTS = "rollout/requests/"
 _MEANING = {
@@ -107,7 +105,7 @@ def _episodes(meta: GroupMeta) -> list[SlowEpisode]:
         return []
     found = []
     for number, places in enumerate(meta.places):
-        ended = meta.times.get(f"{EPISODE}{number}")
+        ended = meta.times.get(f"{EPISODE_END}{number}")
         if ended is None:
             continue
         row = joined([meta.rows[place] for place in places])

@@ -34,6 +34,7 @@ from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError, VerifierFailed
+from async_grpo.groups import EPISODE_END
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
@@ -447,7 +448,7 @@ class RolloutActor:
                 "first_token": min(episode.first_token for episode in episodes),
                 "done": max(episode.last_token for episode in episodes),
                 "scored": time.time(),
-                **{f"episode_{n}": one.ended for n, one in enumerate(episodes) if one.ended},
+                **{f"{EPISODE_END}{n}": one.ended for n, one in enumerate(episodes) if one.ended},
             },
         )
 

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TextIO
 
@@ -27,8 +26,7 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import Observation
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.served import is_served
-from async_grpo.errors import EXIT_MEANING, RunError
-from async_grpo.evaluate.alone import actor_alone, exit_code, quiet, settings
+from async_grpo.evaluate.alone import actor_alone, quiet, settings, told
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.model import look
 from async_grpo.rollout.actor import RolloutActor
@@ -65,12 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with open(arguments.export or os.devnull, "w", encoding="utf-8") as file:
                 return serve(config, console, episodes=arguments.episodes, file=file)
         except Exception as error:  # noqa: BLE001 - said, and the process ends
-            code = exit_code(error)
-            if code == RunError.exit_code:
-                traceback.print_exc()
-            console.error(str(error))
-            console.error(f"exit code {code}: {EXIT_MEANING[code]}")
-            return code
+            return told(error, console)
 
 
 def serve(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:

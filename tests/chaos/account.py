@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
+from async_grpo.replay.ledger import State
 from tests.chaos.harness import Run, alive
 
 SAME_BITS = re.compile(r"the weights are the same bits at (\d+) of (\d+)")
@@ -45,6 +46,17 @@ def environments_closed(run: Run) -> dict[str, int]:
         assert not alive(int(path.name.partition("-")[2])), f"{path.name} still runs"
     assert opened and whole, "no process has closed all of its environments"
     return {"environments": opened, "environments_closed": closed}
+
+
+def turns_trained(run: Run) -> set[int]:
+    """How many turns the rows of the trained groups have that the journal still holds."""
+    history = read_history(run.dir / "journal")
+    trained = [
+        history.group(group_id)
+        for group_id, record in history.groups.items()
+        if record.state is State.TRAINED
+    ]
+    return {len(row.segments) for group in trained if group is not None for row in group.rows}
 
 
 def check(run: Run, *, batch: int) -> dict[str, int]:
