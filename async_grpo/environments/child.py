@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from async_grpo.environments.base import Action, check_observation, to_wire
+from async_grpo.environments.program_process import sweep_all
 from async_grpo.environments.tools import with_tools
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
@@ -172,6 +173,7 @@ async def serve(
         one = asyncio.create_task(answer(*message))
         running.add(one)
         one.add_done_callback(running.discard)
+    await asyncio.to_thread(sweep_all)
     await episodes.close()
 
 
@@ -190,6 +192,7 @@ def main() -> None:
         return
     send(replies, ["ready", sorted(task.weights)])
     asyncio.run(serve(requests, replies, task, setup["timeouts"]))
+    sweep_all()
     os.killpg(0, signal.SIGKILL)  # a thread may still be in a call; and what environments started
 
 

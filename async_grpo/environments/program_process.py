@@ -41,6 +41,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 _AWAITED: set[int] = set()
 """Children whose end somebody waits for: programs and fork servers."""
+_KEYS: set[str] = set()
+"""Of the episodes of this process whose programs have not been closed."""
 _FORKING: set[object] = set()
 """Forks that are asked for and not awaited yet."""
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")
@@ -72,7 +74,7 @@ class ProgramProcess:
         """Wait for the end, whoever still has the outputs."""
         await _exit_of(self.pid)
         if not await self._pipes.closed(LAST_WORDS_S):  # something that it left has its output
-            await asyncio.to_thread(sweep, self._key, but=self.pid)
+            await asyncio.to_thread(sweep, self._key)
         self.kill()  # and its session, while its number is still its own
         code = self._reap()
         out, err = await self._pipes.read()
@@ -80,12 +82,12 @@ class ProgramProcess:
 
     async def close(self) -> None:
         """End the program and what it started."""
-        await asyncio.to_thread(sweep, self._key, but=self.pid)
         if self._code is None:
             self.kill()
             await _exit_of(self.pid)
             self._reap()
         await asyncio.to_thread(sweep, self._key)
+        _KEYS.discard(self._key)
         await self._pipes.read()
         _reap_others()
 
@@ -131,6 +133,7 @@ class Launcher:
         Raises OSError, RuntimeError.
         """
         _adopt()
+        _KEYS.add(variables[KEY])
         ours, theirs = _pipe_ends()
         try:
             if self._preload:
@@ -138,6 +141,7 @@ class Launcher:
             else:
                 pid, wait = self._exec(variables, theirs)
         except BaseException:
+            _KEYS.discard(variables[KEY])
             for one in ours:
                 os.close(one)
             raise
@@ -331,24 +335,30 @@ class _Pipes:
         await asyncio.gather(say(), *[read(at, one) for at, one in enumerate(outputs)])
 
 
-def sweep(key: str, *, but: int = 0) -> None:
-    """Kill all processes of this user that have an episode's key in their environment, and take
-    what those leave to their parent, where that is this process. but: one whose end somebody else
-    waits for.
+def sweep_all() -> None:
+    """Kill what programs of this process are left, with what they started, all at once: one after
+    the other, many would take longer than a process that ends has.
     """
-    marked = f"{KEY}={key}".encode()
+    if _KEYS:
+        sweep(*_KEYS)
+
+
+def sweep(*keys: str) -> None:
+    """Kill all processes of this user that have one of these keys in their environment, and take
+    what those leave to their parent, where that is this process and nobody else awaits them.
+    """
+    marked = {f"{KEY}={key}".encode() for key in keys}
     killed: set[int] = set()
     for _ in range(SWEEPS):
-        found = {pid for pid in _processes() if marked in _environment(pid).split(b"\0")}
+        found = {pid for pid in _processes() if marked & set(_environment(pid).split(b"\0"))}
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
-        killed.discard(but)
-        for pid in killed:
+        for pid in killed - _AWAITED:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if not found and not any(Path(f"/proc/{pid}").exists() for pid in killed):
+        if not found and not any(Path(f"/proc/{pid}").exists() for pid in killed - _AWAITED):
             return
         time.sleep(SWEEP_S)
 
