@@ -50,18 +50,24 @@ def main() -> None:
         message, outputs, _, _ = socket.recv_fds(control, LARGEST, 3)
         if not message:
             return
+        told, tell = os.pipe()
         between = _fork(control)
         if between == 0:
             pid = _fork(control)
             if pid == 0:
+                os.close(told)
+                os.close(tell)
                 _become(json.loads(message), outputs, control, place)
                 _run(plan["arguments"])
             if pid > 0:
-                control.send(json.dumps({"pid": pid}).encode())
+                os.write(tell, str(pid).encode())
             os._exit(0)
+        os.close(tell)
         if between > 0:
-            os.waitpid(between, 0)
-        for one in outputs:
+            os.waitpid(between, 0)  # then the program has been adopted, and can be waited for
+            if said := os.read(told, 32):
+                control.send(json.dumps({"pid": int(said)}).encode())
+        for one in (told, *outputs):
             os.close(one)
 
 
