@@ -25,10 +25,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from async_grpo.environments.base import Action, check_observation, to_wire
-from async_grpo.environments.program_process import sweep_all
+from async_grpo.environments.guard import end_below, guarded
 from async_grpo.environments.tools import with_tools
 from async_grpo.runtime import stacks
-from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.verifier_child import prepare, receive, send, take_protocol
 
 _LONGEST_DETAIL = 500
@@ -173,13 +172,12 @@ async def serve(
         one = asyncio.create_task(answer(*message))
         running.add(one)
         one.add_done_callback(running.discard)
-    await asyncio.to_thread(sweep_all)
     await episodes.close()
 
 
 def main() -> None:
     """Serve until the parent closes the pipe."""
-    die_with_parent(int(sys.argv[1]))
+    guarded(int(sys.argv[1]))
     requests, replies = take_protocol()
     stacks.register_child("environments")
     setup = receive(requests)
@@ -192,8 +190,8 @@ def main() -> None:
         return
     send(replies, ["ready", sorted(task.weights)])
     asyncio.run(serve(requests, replies, task, setup["timeouts"]))
-    sweep_all()
-    os.killpg(0, signal.SIGKILL)  # a thread may still be in a call; and what environments started
+    end_below()
+    os.kill(os.getpid(), signal.SIGKILL)  # a thread may still be in a call
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ _KIND = ChildKind(
     "environment.step_timeout_s",
     EnvironmentFailed,
     variables=("TMPDIR", "SSL_CERT_FILE"),  # which programs have from it
+    has_children=True,
 )
 
 

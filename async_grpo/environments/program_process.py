@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.environments.fork_server import KEY, LARGEST
+from async_grpo.environments.guard import adopt
 
 KEPT = 64 * 1024
 """Bytes of the end of each output that are looked at."""
@@ -37,12 +38,10 @@ LAST_WORDS_S = 0.5
 _NO_KEY = "-" * 32
 """As long as every key of an episode: the fork server's place for it."""
 _PASSED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _AWAITED: set[int] = set()
 """Children whose end somebody waits for: programs and fork servers."""
-_KEYS: set[str] = set()
-"""Of the episodes of this process whose programs have not been closed."""
 _FORKING: set[object] = set()
 """Forks that are asked for and not awaited yet."""
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")
@@ -87,7 +86,6 @@ class ProgramProcess:
             await _exit_of(self.pid)
             self._reap()
         await asyncio.to_thread(sweep, self._key)
-        _KEYS.discard(self._key)
         await self._pipes.read()
         _reap_others()
 
@@ -132,8 +130,7 @@ class Launcher:
         """Begin a program. problem: its standard input; variables: of this episode, with its key.
         Raises OSError, RuntimeError.
         """
-        _adopt()
-        _KEYS.add(variables[KEY])
+        adopt()
         ours, theirs = _pipe_ends()
         try:
             if self._preload:
@@ -141,7 +138,6 @@ class Launcher:
             else:
                 pid, wait = self._exec(variables, theirs)
         except BaseException:
-            _KEYS.discard(variables[KEY])
             for one in ours:
                 os.close(one)
             raise
@@ -335,22 +331,14 @@ class _Pipes:
         await asyncio.gather(say(), *[read(at, one) for at, one in enumerate(outputs)])
 
 
-def sweep_all() -> None:
-    """Kill what programs of this process are left, with what they started, all at once: one after
-    the other, many would take longer than a process that ends has.
+def sweep(key: str) -> None:
+    """Kill all processes of this user that have this key in their environment, and take what those
+    leave to their parent, where that is this process and nobody else awaits them.
     """
-    if _KEYS:
-        sweep(*_KEYS)
-
-
-def sweep(*keys: str) -> None:
-    """Kill all processes of this user that have one of these keys in their environment, and take
-    what those leave to their parent, where that is this process and nobody else awaits them.
-    """
-    marked = {f"{KEY}={key}".encode() for key in keys}
+    marked = f"{KEY}={key}".encode()
     killed: set[int] = set()
     for _ in range(SWEEPS):
-        found = {pid for pid in _processes() if marked & set(_environment(pid).split(b"\0"))}
+        found = {pid for pid in _processes() if marked in _environment(pid).split(b"\0")}
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -376,14 +364,6 @@ def _reap_others() -> None:
         if state == "Z" and int(parent) == os.getpid() and pid not in _AWAITED:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-
-
-def _adopt() -> None:
-    """Become the parent of what programs leave, and end by the pool's pipe alone: this process's
-    end is what ends them.
-    """
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def _pipe_ends() -> tuple[list[int], list[int]]:

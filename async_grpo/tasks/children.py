@@ -1,8 +1,7 @@
 """Child processes that run a user's code, each with a pipe.
 
 Runs in: rollout actors (and the driver, for evaluation). Hides how a child is started, watched and
-killed. Invariants: a child dies with its parent, in a process group of its own (one that runs
-programs by the end of its pipe, since it has these to end first); no wait is without
+killed. Invariants: a child dies with its parent, in a process group of its own; no wait is without
 a deadline that its caller gives; whatever a child says is one message, or an error of its kind.
 This contains accidents; it is no sandbox against hostile code.
 """
@@ -40,7 +39,8 @@ class ChildError(RuntimeError):
 @dataclass(frozen=True)
 class ChildKind:
     """What a kind of children runs: its name, module, the setting of its deadline, its error;
-    variables that it has of this process's environment, beside those that all have.
+    variables that it has of this process's environment, beside those that all have; whether it has
+    processes of its own, which it ends at SIGTERM.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ChildKind:
     setting: str
     error: type[ChildError]
     variables: tuple[str, ...] = ()
+    has_children: bool = False
 
 
 class Child:
@@ -136,6 +137,12 @@ class Child:
 
     async def kill(self) -> None:
         """Kill the process and what it started, and wait for its end."""
+        if self._process.returncode is None and self._kind.has_children:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._process.wait()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself
                 os.killpg(self._process.pid, signal.SIGKILL)

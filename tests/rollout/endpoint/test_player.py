@@ -134,11 +134,22 @@ def test_what_a_program_leaves_behind_is_ended(preload: list[str], tmp_path: Pat
     assert len(left) == 8 and not any(Path(f"/proc/{pid}").exists() for pid in left)
 
 
-@PRELOADED
-def test_nothing_outlives_a_process_that_plays_and_is_killed(
-    preload: list[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("preload", "killed"),
+    [
+        ([], "player"),
+        (["openai"], "player"),
+        ([], "player, whose child is stopped"),
+        ([], "guard"),
+        ([], "child"),
+        ([], "guard, then player"),
+    ],
+    ids=str,
+)
+def test_nothing_outlives_whoever_is_killed(
+    preload: list[str], killed: str, tmp_path: Path
 ) -> None:
-    """As a rollout actor is: its environments notice, and end what their programs started."""
+    """The player as a rollout actor is, the guard as Ray does it before it ends an actor."""
     pids = tmp_path / "pids"
     player = subprocess.Popen(
         [sys.executable, "-m", "tests.support.programs", str(pids), json.dumps(preload)]
@@ -146,9 +157,22 @@ def test_nothing_outlives_a_process_that_plays_and_is_killed(
     told = wait_until(lambda: said(pids), 60, "the program to have begun eight others")
     left = [int(pid) for pid in told.split()[:-1]]
     assert len(left) == 9 and all(alive(pid) for pid in left)
+    [guard] = children_of(player.pid)
+    [child] = children_of(guard)
+    if "stopped" in killed:
+        os.kill(child, signal.SIGSTOP)
+    for one in killed.split(",")[0], *killed.split("then ")[1:]:
+        os.kill({"player": player.pid, "guard": guard, "child": child}[one], signal.SIGKILL)
+    wait_until_gone([*left, child])
     player.kill()
     player.wait(10)
-    wait_until_gone(left)
+    wait_until_gone([guard])
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(one) for each in lists for one in each.read_text().split()]
 
 
 def said(path: Path) -> str:
@@ -261,12 +285,14 @@ def test_a_program_that_is_being_begun_is_ended_too(
 
 
 def test_a_result_counts_whoever_has_the_output_still(tmp_path: Path) -> None:
-    """A process without the key, in a session of its own, is not found; the result is there."""
+    """A process without the key, in a session of its own, is not found with its episode, and the
+    result is there; it ends with the environments.
+    """
     config = config_of([*script("failing"), "leaves_stranger", str(tmp_path / "pid")])
     found, _ = play(Saying("a1"), config)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert isinstance(found, Episode), found
     assert found.verdict == 1.0
+    wait_until_gone([int((tmp_path / "pid").read_text())])
 
 
 def test_programs_leave_no_zombies(tmp_path: Path) -> None:
