@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         register_policy_loss,
         register_reward_shaping,
     )
+    from async_grpo.callbacks.base import Callback
     from async_grpo.config.load import ConfigError, load_config
     from async_grpo.config.schema import Config
     from async_grpo.errors import RunError
     from async_grpo.trainer import Trainer
 
 __all__ = [
+    "Callback",
     "Config",
     "ConfigError",
     "RunError",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "algo.catalog": "register_estimator register_group_filter register_importance "
     "register_policy_loss register_reward_shaping",
+    "callbacks.base": "Callback",
     "config.load": "ConfigError load_config",
     "config.schema": "Config",
     "errors": "RunError",

@@ -124,14 +124,14 @@ def test_a_start_that_failed_before_ray_is_repeated_and_a_stopped_trainer_is_not
     def connect(*_: object, **__: object) -> None:
         raise SetupError("no Ray here")
 
-    monkeypatch.setattr("async_grpo.trainer.verified", lambda path: 1 / 0)
+    monkeypatch.setattr("async_grpo.lifecycle.verified", lambda path: 1 / 0)
     with trainer(tmp_path / "run", model) as one:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 one.start()
         one.stop("FAILED")
-        monkeypatch.setattr("async_grpo.trainer.verified", lambda path: None)
-        monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+        monkeypatch.setattr("async_grpo.lifecycle.verified", lambda path: None)
+        monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
         with pytest.raises(SetupError, match="no Ray here"):
             one.start()
         one.stop("FAILED")
@@ -152,7 +152,7 @@ def test_a_replay_that_failed_at_its_start_is_repeated(
     (source / "journal").mkdir(parents=True)
     monkeypatch.setattr("async_grpo.trainer.plan_rerun", lambda *_, **__: Course(1, 2, None))
     monkeypatch.setattr("async_grpo.trainer.differences", lambda *_: [])
-    monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+    monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
     for _ in range(2):
         with (
             pytest.raises(SetupError, match="no Ray here"),

@@ -166,6 +166,7 @@ class Saver:
             return
         self.saved_at, self._in_a_row = draft.step, 0
         self._report(draft, seconds=time.perf_counter() - draft.started)
+        self._listener.saved(draft.step, checkpoint.path_for(self._run_dir, draft.step))
         try:
             await asyncio.to_thread(checkpoint.prune, self._run_dir, self._settings.keep)
         except OSError as error:
@@ -212,9 +213,10 @@ class Saver:
         self._listener.logged(
             step, {"time/checkpoint_stall_s": stall_s, "checkpoint/failures": self._failures}
         )
+        failed = f"the checkpoint of step {step} could not be written: {self._last_failure}"
+        self._listener.fault(failed)
         self._listener.error(
-            f"the checkpoint of step {step} could not be written: {self._last_failure}; "
-            f"{await asyncio.to_thread(self._best)} (failure {self._in_a_row} in a row, "
+            f"{failed}; {await asyncio.to_thread(self._best)} (failure {self._in_a_row} in a row, "
             f"checkpoint.max_failures is {self._settings.max_failures})"
         )
 

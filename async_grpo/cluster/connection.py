@@ -7,6 +7,8 @@ up beside each other, since either takes seconds: torch is imported in the threa
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import uuid
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -18,6 +20,12 @@ from async_grpo.runtime.lifetime import descendants, remove_abandoned
 
 ENDING_TIMEOUT_S = 10.0
 """For killed processes to be gone: their memory is given back first."""
+
+
+def uses_cluster() -> bool:
+    """Whether a run would use a Ray that is there: initialised in this process, or RAY_ADDRESS."""
+    ray = sys.modules.get("ray")  # importing it takes seconds
+    return (ray is not None and ray.is_initialized()) or bool(os.environ.get("RAY_ADDRESS"))
 
 
 class Connection:
@@ -62,7 +70,7 @@ class Connection:
         remove_abandoned("engine", ending=ending, wait_s=ENDING_TIMEOUT_S)
 
     def close(self) -> None:
-        """Leave Ray, or end the cluster that was started here."""
+        """Leave Ray as it was, or end the cluster that was started here."""
         ending = descendants()
         self.session.close()
         stacks.end(self._stacks)

@@ -196,6 +196,12 @@ class LearnerGroup:
         """Compute log-probs of (prompt, response) token lists under the current weights."""
         return (await self._all("call", "logprobs", sequences))[0]
 
+    async def get_weights(self) -> dict[str, Any]:
+        """Copy the weights of now: full torch tensors in host memory, under Hugging Face names,
+        adapters merged, a tied head left out.
+        """
+        return (await self._all("weights"))[0]
+
     async def pids(self) -> list[int]:
         """Process ids of the ranks."""
         return await self._all("pid")

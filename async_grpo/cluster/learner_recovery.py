@@ -8,7 +8,8 @@ collective), so all ranks start again, while queue, rollout actors and engines s
 
 The same, without the engines, brings a run that starts again to where it was. After two deaths in
 the training of one step, or where the journal cannot repeat a step, the steps after the checkpoint
-are discarded: the queue takes their batches back and the run epoch is raised.
+are discarded: the queue takes their batches back and the run epoch is raised. A user who goes back
+to a checkpoint (`restore`) asks for the same.
 
 Invariants: the learner makes no step of its own before it is where the queue is; every death counts
 against `cluster.restart_budget`, apart from those of rollout actors; nothing but a whole checkpoint
@@ -32,7 +33,7 @@ from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.rollout_actors import RemoteEngine, back_off_s
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
+from async_grpo.errors import FaultBudgetSpent, LearnerLost, RunError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.coordinator import Coordinator
@@ -74,6 +75,29 @@ class LearnerSupervisor:
         self.run_epoch = self._coordinator.run_epoch = run_epoch
         await self._learner.start(self._origin.learner)
         await self._repeat(self._origin, until)
+
+    async def restore(self, origin: Origin) -> None:
+        """Set learner and queue back to an earlier checkpoint of this run, and make its weights
+        live. Raises RunError where the run cannot go back.
+        """
+        reached = self._loop.steps_done
+        if not self._config.replay.journal.enable:
+            raise RunError("without replay.journal.enable a run that is started cannot go back")
+        if reached == self._loop.total_steps:
+            raise RunError(
+                "all learner steps of this run are trained, and its queue is closed: go back with "
+                "Trainer.from_checkpoint"
+            )
+        self._loop.phase = f"going back to the checkpoint of step {origin.step}"
+        await self._saver.wait()
+        self._learner.kill()
+        with self._loop.time.during("restarting"):
+            async with self._coordinator.without_learner():
+                await self._discard(origin, reached, "the user went back")
+                self._origin = min(self._origin, origin, key=lambda one: one.step)
+                await self._learner.start(origin.learner)
+                await self._repeat(origin, origin.step)
+                await self._coordinator.relink(origin.step, run_epoch=self.run_epoch)
 
     async def surviving(
         self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
@@ -140,6 +164,7 @@ class LearnerSupervisor:
                 "start the same command again"
             ) from error
         self.restarts += 1
+        self._listener.fault(str(error))
 
     async def _nodes_serve(self) -> bool:
         """Whether the nodes of all ranks still run processes."""

@@ -43,6 +43,7 @@ class Rerun:
         self._weights = weights
         self._key = key
         self._learner: LearnerGroup | None = None
+        self._queue: Any = None
         self.loop: Loop | None = None
 
     async def run(
@@ -62,7 +63,7 @@ class Rerun:
         options = await session.reserve(
             list(placement.learners), timeout_s=config.cluster.resources_timeout_s
         )
-        queue = (
+        queue = self._queue = (
             ray.remote(RecordedQueue)
             .options(max_concurrency=MAX_CALLS, **session.on_this_node())
             .remote(source)
@@ -101,9 +102,11 @@ class Rerun:
             return await self.loop.repeat(last, recorded=recorded, digest=digest)
 
     async def stop(self, *, orderly: bool = True) -> None:
-        """Stop the learner."""
+        """Stop the learner and the queue."""
         if self._learner is not None:
             await self._learner.stop()
+        if self._queue is not None:
+            ray.kill(self._queue)
 
 
 class RecordedBatches:

@@ -74,6 +74,8 @@ class Slot:
     gpus: float
     cores: tuple[int, ...] = ()
     threads: int = 0
+    bundle: int | None = None
+    """Index in the placement group in which the caller runs; None: a place of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,11 @@ class Placement:
     learners: tuple[Slot, ...]
     engines: tuple[Slot, ...]
     rank_offsets: tuple[int, ...]
+
+    @property
+    def given(self) -> bool:
+        """Whether the slots are bundles of the caller's placement group (`bundles`)."""
+        return self.learners[0].bundle is not None
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
@@ -150,9 +157,10 @@ def another(
     crowd: bool = False,
 ) -> Slot | None:
     """Find the slot of one more engine beside `engines`; None where the cluster has no room, or
-    engines share GPUs with ranks. placement: of the start. crowd: cores may be shared on CPU.
+    engines share GPUs with ranks or have bundles of the caller's group. placement: of the start.
+    crowd: cores may be shared on CPU.
     """
-    if placement.colocated:
+    if placement.colocated or placement.given:
         return None
     nodes = [_with_taken(node, [*placement.learners, *engines]) for node in nodes]
     if placement.device == "cpu":

@@ -11,9 +11,10 @@ rollout actors have none, and a limit that waiting calls cannot reach instead.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,13 @@ class RolloutProcess(RolloutActor):
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
         super().__init__(config, actor_id=actor_id, queue=handle, **place)
+
+    async def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call function(this actor, *arguments) here, and await what it returns where it is to be
+        awaited.
+        """
+        result = function(self, *arguments)
+        return await result if inspect.isawaitable(result) else result
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -199,6 +207,14 @@ class LearnerProcess:
             announcement = sender.stage(label, verify=True, apart=True)
             logprobs = learner.logprobs(sequences, temperature=1.0)
         return Staged(announcement, logprobs, learner.logprobs(sequences, temperature=1.0))
+
+    def weights(self) -> dict[str, Any]:
+        """Copy all weights to host memory, with all ranks; {} on ranks other than the first."""
+        taken = {}
+        for name, weight in self._parts.learner.named_weights():
+            if self._rank == 0:
+                taken[name] = weight.detach().cpu().clone()
+        return taken
 
     def pid(self) -> int:
         """Process id, for tests and post-mortems."""

@@ -43,8 +43,10 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
+from async_grpo.rollout.generation import Generated
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import last_line
+from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import (
     UNPUBLISHED,
@@ -60,6 +62,7 @@ SURVEY_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
 FINAL_REPORT_S = 5.0
+FOREACH_TIMEOUT_S = 60.0
 EXAMINED = 8
 
 
@@ -239,6 +242,55 @@ class ActorManager:
     def processes(self) -> Sequence[RemoteEngine]:
         """All engines that were started and not ended, serving or not."""
         return tuple(self._processes.values())
+
+    def healthy_actor_ids(self) -> list[str]:
+        """Ids of the actors that are alive."""
+        return [engine.actor_id for engine in self._alive]
+
+    async def foreach_actor(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = FOREACH_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Call function(actor, *arguments) in the process of every healthy actor, at once; actor is
+        its `RolloutActor`. Results by id; for one that raised, died or did not answer the error.
+        """
+
+        async def ask(engine: RemoteEngine) -> Any:
+            try:
+                answer = engine.handle.apply.remote(function, *arguments)
+                return await asyncio.wait_for(answer, timeout_s)
+            except TimeoutError:
+                return TimeoutError(f"{engine.actor_id} did not answer within {timeout_s:g} s")
+            except ray.exceptions.RayTaskError as error:
+                return error.cause
+            except ray.exceptions.RayError as error:
+                return error
+
+        engines = self.alive()
+        answers = await asyncio.gather(*[ask(engine) for engine in engines])
+        return {engine.actor_id: one for engine, one in zip(engines, answers, strict=True)}
+
+    async def generate(
+        self, prompts: Sequence[Prompt], asked: dict[str, Any]
+    ) -> list[list[Generated]]:
+        """Generate responses to each prompt, by turns on all engines (`generation.generate`).
+        Raises RunError, also where an actor dies meanwhile.
+        """
+        engines = self.alive()
+        if not engines:
+            raise RunError("no rollout actor is alive now; ask again")
+        try:
+            return await asyncio.gather(
+                *[
+                    engines[index % len(engines)].handle.generate.remote(prompt, asked)
+                    for index, prompt in enumerate(prompts)
+                ]
+            )
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, RunError) else error) from error
+        except ray.exceptions.RayError as error:
+            raise RunError(
+                f"a rollout actor died while it generated; ask again ({last_line(error)})"
+            ) from error
 
     def metrics(self) -> dict[str, float]:
         """`cluster/...`: actors that are alive, faults and restarts since the start."""
@@ -456,6 +508,7 @@ class ActorManager:
             await self._lose(slot.node_id)  # not a fault of this process
             return False
         self.deaths.append(fault)
+        self._listener.fault(fault)
         if self.faults >= cluster.restart_budget:
             self._slots.give_up(slot)
             await self._retire(slot, f"{fault}; the restart budget is spent")
@@ -505,6 +558,7 @@ class ActorManager:
             f"node {self._slots.address(node_id)} is gone, and with it "
             f"{', '.join(names) or 'a place for one'}"
         )
+        self._listener.fault(self.deaths[-1])
         for slot in slots:
             await self._vacate(slot)
         self._listener.note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")

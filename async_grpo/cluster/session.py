@@ -1,12 +1,15 @@
 """The connection to Ray: join a cluster or start one, see its nodes, reserve places.
 
-Runs in: the driver. Hides how Ray is started and what its placement groups are called.
+Runs in: the driver. Hides how Ray is started and what its placement groups are called. A process
+that has initialised Ray itself (a script, a task or an actor of Ray, a trial of Tune) is joined as
+it is: its connection is used, and stays when the run has ended. In a placement group that captures
+the caller's children, the run lives in the group's bundles.
 
 `survey` lists the machines before anything is started: those of the cluster of RAY_ADDRESS, or this
 one, where the run would start Ray.
 
-Invariant: a cluster that was joined is left as it was found; one that was started here ends with
-`close`.
+Invariant: a cluster that was joined is left as it was found, and a connection that was there stays;
+a cluster that was started here ends with `close`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.thirdparty import pynvml
 from ray.util.placement_group import (
     PlacementGroup,
+    get_current_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -45,6 +49,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from async_grpo.cluster.bundles import Bundle, place_given
 from async_grpo.cluster.placement import (
     Node,
     Placement,
@@ -67,16 +72,23 @@ START_S = 180.0
 
 @dataclass
 class RaySession:
-    """A Ray connection. `local` tells whether the cluster was started here."""
+    """A Ray connection. local: the cluster was started here. lent: the caller had initialised Ray
+    and keeps it. given: the caller's placement group, whose bundles are the run's places.
+    """
 
     local: bool
+    lent: bool = False
+    given: PlacementGroup | None = None
     _groups: list[PlacementGroup] = field(default_factory=list)
 
     @classmethod
     def open(cls, *, processes: int, check: Callable[[], None] = lambda: None) -> RaySession:
-        """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback. check: called
-        while the node is waited for; what it raises ends the start. Raises SetupError.
+        """Use the Ray that is initialised in this process; else join the cluster of RAY_ADDRESS, or
+        start one for `processes` on loopback. check: called while the node is waited for; what it
+        raises ends the start. Raises SetupError.
         """
+        if ray.is_initialized():
+            return cls(local=False, lent=True, given=_given())
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         # Ray's agents notice late that all others are gone.
@@ -144,9 +156,9 @@ class RaySession:
             while True:
                 nodes = self.nodes()
                 try:
-                    return place(config, nodes)
+                    return self._place(config, nodes)
                 except PlacementError as error:
-                    if self.local or time.monotonic() > deadline:
+                    if self.local or self.given or time.monotonic() > deadline:
                         raise SetupError(str(error)) from error
                 if demand is None and (bundles := least(config, nodes)):
                     demand = placement_group(bundles)
@@ -158,6 +170,19 @@ class RaySession:
         finally:
             if demand is not None:
                 self._remove(demand)
+
+    def _place(self, config: Config, nodes: list[Node]) -> Placement:
+        if self.given is None:
+            return place(config, nodes)
+        table = placement_group_table(self.given)
+        where = table["bundles_to_node_id"]
+        return place_given(
+            config,
+            [
+                Bundle(where[index], bundle.get("CPU", 0.0), bundle.get("GPU", 0.0))
+                for index, bundle in sorted(table["bundles"].items())
+            ],
+        )
 
     def gpu_memory(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, int]:
         """Ask every node with a GPU for the memory of its smallest one, in bytes; without the nodes
@@ -184,7 +209,11 @@ class RaySession:
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
     ) -> list[dict[str, Any]]:
-        """Reserve a bundle per slot for `sharers` processes; options by slot. Or SetupError."""
+        """Reserve a bundle per slot for `sharers` processes, unless the caller's group has it;
+        options by slot. Raises SetupError.
+        """
+        if self.given is not None:
+            return [_options(slot, self.given, int(slot.bundle or 0)) for slot in slots]
         bundles = [
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
             for slot in slots
@@ -206,16 +235,7 @@ class RaySession:
                 f"the cluster did not free {bundles} within cluster.resources_timeout_s = "
                 f"{timeout_s:g} s; it has {describe(self.nodes())}"
             ) from error
-        return [
-            {
-                "num_cpus": slot.cpus,
-                "num_gpus": slot.gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-            }
-            for index, slot in enumerate(slots)
-        ]
+        return [_options(slot, group, index) for index, slot in enumerate(slots)]
 
     async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
         """Whether a reserved place has its resources, or has them again within the deadline."""
@@ -298,15 +318,32 @@ class RaySession:
         }
 
     def close(self) -> None:
-        """Free the reservations and disconnect; a cluster started here ends."""
+        """Free the reservations and disconnect; a cluster started here ends, a Ray that the caller
+        had initialised stays.
+        """
         for group in list(self._groups):
             self._remove(group)
-        ray.shutdown()
+        if not self.lent:
+            ray.shutdown()
 
     def _remove(self, group: PlacementGroup) -> None:
         if group in self._groups:
             self._groups.remove(group)
             remove_placement_group(group)
+
+
+def _given() -> PlacementGroup | None:
+    """Return the placement group that captures this process's children, if it has bundles for them
+    beside the one of this process.
+    """
+    group = get_current_placement_group()
+    return group if group is not None and group.bundle_count > 1 else None
+
+
+def _options(slot: Slot, group: PlacementGroup, index: int) -> dict[str, Any]:
+    """Return the Ray options of a process in this slot, which is a bundle of the group."""
+    where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    return {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "scheduling_strategy": where}
 
 
 @contextmanager
@@ -459,7 +496,8 @@ class Survey:
 
 def survey(*, processes: int) -> Survey:
     """Nodes that a run would use. Raises SetupError for a silent RAY_ADDRESS."""
-    if address := os.environ.get("RAY_ADDRESS"):
+    address = "this process's Ray" if ray.is_initialized() else os.environ.get("RAY_ADDRESS")
+    if address:
         session = RaySession.open(processes=processes)
         try:
             memory = session.gpu_memory()

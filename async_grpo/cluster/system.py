@@ -311,6 +311,11 @@ class System:
         await self.supervisor.surviving(self.loop.publish_newest)
         await self.evaluations.begin(total, done)
 
+    async def restore(self, origin: Origin) -> None:
+        """Go back to an earlier checkpoint of this run."""
+        await self.loop.finish()
+        await self.supervisor.restore(origin)
+
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         """Write learner and exported model; the queue's snapshot. Raises StorageFailure."""
         step = self.steps_done
@@ -353,6 +358,7 @@ class System:
         )
         await self._processes.relays.close()
         # A queue that died for good cannot be closed; the run has ended for that reason.
+        ray.kill(self._processes.queue_handle)  # a Ray that was there before goes on
         failures = [
             result
             for result in results
@@ -418,10 +424,9 @@ class System:
         """Add what the actors count to the metrics; say once that the queue was restarted."""
         if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
-            self._listener.note(
-                "the replay queue's process died; it was started again from its journal "
-                f"(restart {restarts} of at most {budget})"
-            )
+            died = "the replay queue's process died; it was started again from its journal"
+            self._listener.note(f"{died} (restart {restarts} of at most {budget})")
+            self._listener.fault(died)
             self.queue_restarts = restarts
         return (
             metrics

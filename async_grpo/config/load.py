@@ -8,6 +8,7 @@ no placeholders, and lies outside the package that a Ray job unpacks and throws 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import itertools
 import os
@@ -53,6 +54,25 @@ def load_config(
     path = locate(path)
     data, lines = _read_file(Path(path))
     places = {key: f"{path}, line {line}" for key, line in lines.items()}
+    return _built(data, places, str(path), overrides, now=now, cwd=cwd, environ=environ)
+
+
+def load_settings(
+    settings: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "settings"
+) -> Config:
+    """Build a configuration from a mapping of sections as `load_config` does from a file. source:
+    what messages call it. Raises ConfigError.
+    """
+    return _built(copy.deepcopy(dict(settings)), {}, source, overrides)
+
+
+def _built(
+    data: dict[str, Any],
+    places: dict[tuple[str, ...], str],
+    path: str,
+    overrides: Sequence[str],
+    **where: Any,
+) -> Config:
     for text in overrides:
         _apply_override(data, text, places)
     for setting in settings().values():
@@ -61,12 +81,12 @@ def load_config(
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, data, places, str(path))) from None
+        raise ConfigError(_explain(error, data, places, path)) from None
     try:
-        resolved = resolve(config, now=now, cwd=cwd, environ=environ)
+        resolved = resolve(config, **where)
     except OSError as error:  # a name that no file can have
         raise ConfigError(f"{path}: {error.filename}: {error.strerror}.") from None
-    _refuse_unused(resolved, places, str(path))
+    _refuse_unused(resolved, places, path)
     return resolved
 
 

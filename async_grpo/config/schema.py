@@ -204,6 +204,12 @@ class Run(Section):
         warn("the number of steps, and with a schedule the learning rate", trains=True),
     ] = None
     """Passes over the training prompts, rounded down to whole learner steps."""
+    callbacks: dict[str, dict[str, Any]] = Field({})
+    """What is called at the events of the run, with its options: `early_stopping`, `metric_stream`,
+    or a class of yours as `package.module:Class` (docs/library.md).
+    """
+    on_callback_error: Literal["fail", "count"] = "fail"
+    """An error in a callback ends the run with the callback's name, or is counted."""
 
 
 class Verifier(Section):

@@ -1,4 +1,5 @@
-"""The listener of a run: lines and panel, `metrics.jsonl` and MLflow, gauges for Prometheus.
+"""The listener of a run: lines and panel, `metrics.jsonl` and MLflow, gauges for Prometheus, the
+events of callbacks.
 
 Runs in: the driver; a `RunListener`. Hides who is told what. Invariant: the log holds one history:
 what is trained again is recorded once, unless its steps were discarded.
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.callbacks.base import Callbacks
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.saver import Saver
 from async_grpo.observe.console.console import Console
@@ -31,6 +33,7 @@ class RunLog:
         self.tracker: Tracker | None = None
         self.gauges: Exported | None = None
         self.saver: Saver | None = None
+        self.callbacks = Callbacks()
         self.total_steps = 0
         """What is shown as the last step."""
         self._told_sampler = False
@@ -45,12 +48,18 @@ class RunLog:
         """Show a line about something that went wrong, and did not end the run."""
         self._console.error(text)
 
+    def fault(self, text: str) -> None:
+        """Tell callbacks of a fault after which the run goes on."""
+        self.callbacks.tell("on_fault", text)
+
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show and record metrics; those of a repeated step only if its first log was lost."""
         if "train/repeated" in metrics and step <= self.newest_step:
             return
         if "train/loss" in metrics:
             self.newest_step = max(step, self.newest_step)
+            if self.callbacks:
+                metrics = {**metrics, "callbacks/errors": float(self.callbacks.errors)}
         if self.tracker is not None:
             self.tracker.log(step, dict(metrics))
         if self.gauges is not None:
@@ -73,6 +82,11 @@ class RunLog:
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after its weights were staged."""
         self._console.published(version, seconds)
+        self.callbacks.tell("on_publication", version, seconds)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Tell callbacks of a complete checkpoint."""
+        self.callbacks.tell("on_checkpoint", step, path)
 
     def rolled_back(self, step: int) -> None:
         """Forget checkpoints and metrics of the learner steps after `step`: another history."""

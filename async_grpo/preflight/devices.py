@@ -5,10 +5,10 @@ Runs in: the driver. Hides how GPUs are found: Ray and torch are imported when t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from async_grpo.cluster.connection import uses_cluster
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import automatic
 from async_grpo.errors import SetupError
@@ -39,7 +39,7 @@ def check_device(config: Config) -> None:
     """Refuse settings that need GPUs on a machine without one, or that a CPU cannot run with,
     unless a cluster is joined, which may have GPUs. Raises SetupError.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if uses_cluster():
         return
     from async_grpo.cluster.placement import PlacementError, needing_gpus, place, refuse, room_for
 

@@ -40,12 +40,13 @@ from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
+from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player, Players
 from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
-from async_grpo.tasks.base import Problem, Score, Task, task_weights
+from async_grpo.tasks.base import Problem, Prompt, Score, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -267,6 +268,11 @@ class RolloutActor:
             return await self.parts.evaluator.answer(
                 indices=indices, total=total, label=label, samples=samples
             )
+
+    async def generate(self, prompt: Prompt, asked: dict[str, Any]) -> list[Generated]:
+        """Responses to one prompt outside of training, see `generation.generate`."""
+        parts = self.parts
+        return await generate(parts.engine, parts.tokenizer, self._config.rollout, prompt, asked)
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`; groups held here go on, and `run` does not return."""

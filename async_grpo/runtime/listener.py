@@ -8,6 +8,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -20,6 +21,11 @@ class RunListener(Protocol):
     def error(self, text: str) -> None:
         """Show a line about something that went wrong, and did not end the run."""
 
+    def fault(self, text: str) -> None:
+        """Record a fault after which the run goes on, besides the line that shows it: a process
+        that died, a checkpoint that failed.
+        """
+
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of learner step `step`."""
 
@@ -28,6 +34,9 @@ class RunListener(Protocol):
 
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after its weights were staged."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Record that the checkpoint of a learner step is complete."""
 
     def rolled_back(self, step: int) -> None:
         """Discard what was recorded of the learner steps after `step`."""

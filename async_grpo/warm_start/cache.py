@@ -29,6 +29,7 @@ from typing import TextIO
 
 from async_grpo.config.schema import Config, WarmStart
 from async_grpo.environments.served import is_served
+from async_grpo.errors import SetupError
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.registry import load_task, problem_index
@@ -44,12 +45,28 @@ _REPORT = "warm_start.json"
 _PROGRESS, _REFUSED = "progress: ", "refused: "
 """Begin the lines of the child that are for the user; `_REFUSED` is its last one."""
 _LAST_LINES = 15
+TIMEOUT_S = 1800.0
 POLL_S = 0.2
 """How often somebody who waits for the child looks whether to go on."""
 
 
 class WarmStartError(RuntimeError):
     """The model could not be built; the message ends with what the child process printed last."""
+
+
+def model_directory(
+    config: Config, *, progress: Callable[[str], None], check: Callable[[], None]
+) -> str:
+    """Return where the model lies that the run begins with: its directory, its name on the hub, or
+    the warm-started one, which is made if need be. Raises SetupError.
+    """
+    if config.model.warm_start is None:
+        local = Path(config.model.path).expanduser()
+        return str(local) if local.exists() else config.model.path
+    try:
+        return ensure_warm_start(config, progress=progress, timeout_s=TIMEOUT_S, check=check)
+    except WarmStartError as error:
+        raise SetupError(str(error)) from error
 
 
 def ensure_warm_start(

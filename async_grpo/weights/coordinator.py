@@ -55,6 +55,7 @@ from async_grpo.weights.transport import (
     TornTransfer,
     TransferStuck,
     Version,
+    parse_label,
 )
 
 ATTEMPTS = 3
@@ -213,6 +214,11 @@ class Coordinator(Generic[Engine]):
         waited = time.perf_counter() - started
         self.times.learner_waited += waited
         return waited
+
+    @property
+    def live_version(self) -> int:
+        """Newest version that every serving engine has taken; -1 before the first."""
+        return -1 if self._newest is None else parse_label(self._newest.label).step
 
     def weight_metrics(self) -> dict[str, float]:
         """Metrics of the publications so far, and of the drift probes."""

@@ -533,7 +533,7 @@ def started(good: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, **sect
         raise Reached
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+    monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
     values = {
         "run": {"total_steps": 2, "dir": str(directory)},
         "model": {"path": str(good)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,8 @@ class RecordingListener:
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.rows: list[dict[str, Any]] = []
         self.versions: list[int] = []
+        self.faults: list[str] = []
+        self.checkpoints: list[tuple[int, Path]] = []
         self.rollbacks: list[int] = []
         self.failures: list[BaseException] = []
 
@@ -32,6 +35,9 @@ class RecordingListener:
         self.errors.append(text)
         self.lines.append(f"error: {text}")
 
+    def fault(self, text: str) -> None:
+        self.faults.append(text)
+
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append((step, dict(metrics)))
 
@@ -40,6 +46,9 @@ class RecordingListener:
 
     def published(self, version: int, seconds: float) -> None:
         self.versions.append(version)
+
+    def saved(self, step: int, path: Path) -> None:
+        self.checkpoints.append((step, path))
 
     def rolled_back(self, step: int) -> None:
         self.rollbacks.append(step)

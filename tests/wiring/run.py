@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from async_grpo import lifecycle
 from async_grpo import run as command
-from async_grpo import trainer as trainer_module
 from async_grpo.checkpoint import saver as saver_module
 from async_grpo.cluster import system as system_module
 from async_grpo.config.load import dump
@@ -125,10 +125,10 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
     with ExitStack() as stack:
         for target, name, fake in (
             (architecture, "_ask", lambda _: {"refused": "", "sure": False}),
-            (trainer_module, "Connection", lambda *_, **__: _connection()),
+            (lifecycle, "Connection", lambda *_, **__: _connection()),
             (system_module, "System", _system(seen, disk=disk)),
             (system_module, "reserve", _reserve),
-            (trainer_module, "SAVING_AFTER_FAILURE_S", 1.0),
+            (lifecycle, "SAVING_AFTER_FAILURE_S", 1.0),
             (command, "summarise", lambda *_: []),
             (saver_module, "code_version", dict),
             (tracker_module, "write_code_state", lambda _: []),

@@ -1,0 +1,56 @@
+"""How fast a run is: what was expected of it, what it comes to, and who limits it.
+
+Runs in: the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from async_grpo.config.schema import Config
+from async_grpo.observe.bottleneck import AGREE, Bottleneck, BottleneckWatch, ThroughputModel
+from async_grpo.observe.console.console import Console
+from async_grpo.plan.forecast import Forecast, describe
+
+
+class SpeedWatch:
+    """Says what to expect of a run that has started, and looks at each of its learner steps."""
+
+    def __init__(
+        self, config: Config, *, max_num_seqs: int, actors: int, cores: int | None, console: Console
+    ) -> None:
+        """max_num_seqs: of an engine. cores: that engines and ranks share; None on GPUs."""
+        self._console = console
+        self.forecast = Forecast(
+            config,
+            run_dir=Path(config.run.dir),
+            max_num_seqs=max_num_seqs,
+            actors=actors,
+            cores=cores,
+            error=console.error,
+        )
+        expected = self.forecast.predicted
+        if expected is not None:
+            console.info(f"expected, from {self.forecast.source}: {describe(expected)}")
+        model = ThroughputModel.of(config, max_num_seqs=max_num_seqs, cores=cores)
+        self._verdicts = BottleneckWatch(model, agree=AGREE, gain=self.forecast.gain)
+
+    @property
+    def latest(self) -> Bottleneck | None:
+        """Who limited the last interval of steps; None before the first."""
+        return self._verdicts.latest
+
+    def observe(
+        self, metrics: Mapping[str, float], lengths: Sequence[tuple[int, ...]]
+    ) -> dict[str, float]:
+        """Look at a learner step; what is to be logged of the forecast. Shows a new verdict."""
+        predicted = self.forecast.observe(metrics, lengths)
+        if (verdict := self._verdicts.observe(metrics)) is not None:
+            self._console.verdict(kind=verdict.kind, text=verdict.text)
+        return predicted
+
+    def end(self) -> dict[str, float]:
+        """Record what the run came to; how far that is from what was expected of it."""
+        self.forecast.write()
+        return self.forecast.errors()
