@@ -6,7 +6,7 @@ publications and health probes going between the calls.
 
     with Trainer(load_config("cfg.yaml")) as trainer, trainer.draining():
         for result in trainer:                  # a learner step; its publication goes on meanwhile
-            print(result["training_iteration"], result["train/reward_mean"])
+            print(result["training_iteration"], result["rollout/score"])
         trainer.save()
 
 Invariants: whatever way a run ends, `stop` leaves no process, shared-memory segment or open MLflow

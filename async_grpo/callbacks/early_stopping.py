@@ -5,6 +5,7 @@ Runs in: the driver.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
 
+MOST_WITHOUT = 3
+"""Learner steps, or evaluations, without the metric before its name is taken for a mistake."""
+
+
 class EarlyStopping(Callback):
     """Finishes the run after `patience` values of `metric` in a row without an improvement by more
     than `min_delta`, or as soon as one reaches `target`.
@@ -22,7 +27,7 @@ class EarlyStopping(Callback):
 
     def __init__(
         self,
-        metric: str = "eval/accuracy",
+        metric: str = "eval/accuracy_greedy",
         *,
         mode: Literal["max", "min"] = "max",
         patience: int = 3,
@@ -40,9 +45,18 @@ class EarlyStopping(Callback):
         self._sign = 1.0 if mode == "max" else -1.0
         self._patience, self._min_delta = patience, min_delta
         self._best, self._worse = -math.inf, 0
+        self._seen: set[str] = set()
+        self._without: float = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Refuse to wait for evaluations that never come. Raises ValueError."""
+        if self._metric.startswith("eval/") and not trainer.config.evaluation.every_steps:
+            raise ValueError(
+                f"{self._metric} comes from evaluations, and evaluation.every_steps is 0; set it"
+            )
 
     def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
-        """Look at the metrics of a learner step."""
+        """Look at the metrics of a learner step. Raises ValueError for a metric that none has."""
         self._look(trainer, result["training_iteration"], result)
 
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
@@ -51,7 +65,9 @@ class EarlyStopping(Callback):
 
     def _look(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric not in metrics:
+            self._miss(metrics)
             return
+        self._without = -math.inf
         value = metrics[self._metric]
         if self._target is not None and self._sign * value >= self._sign * self._target:
             trainer.finish(f"{self._metric} is {value:g} at step {step}, target {self._target:g}")
@@ -65,3 +81,14 @@ class EarlyStopping(Callback):
                 f"{self._metric} has not improved on {self._sign * self._best:g} in "
                 f"{self._worse} values, the last {value:g} at step {step}"
             )
+
+    def _miss(self, metrics: Mapping[str, float]) -> None:
+        """Count metrics of the same kind without the one that is looked at."""
+        kind = self._metric.partition("/")[0] + "/"
+        self._seen |= set(metrics)
+        if any(name.startswith("eval/") for name in metrics) == (kind == "eval/"):
+            self._without += 1
+        if self._without >= MOST_WITHOUT:
+            near = difflib.get_close_matches(self._metric, self._seen, n=3)
+            meant = f"; there are {', '.join(near)}" if near else ""
+            raise ValueError(f"no metric is called {self._metric}{meant} (docs/metrics.md)")

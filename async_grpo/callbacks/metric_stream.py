@@ -14,7 +14,6 @@ import queue
 import stat
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,8 @@ BACKLOG = 10_000
 REQUEST_S = 10.0
 CLOSE_S = 10.0
 MOST_PER_REQUEST = 1_000
+PAUSE_S = 1.0
+"""Between two requests."""
 
 
 class MetricStream(Callback):
@@ -40,6 +41,8 @@ class MetricStream(Callback):
     def __init__(self, to: str) -> None:
         """to: path, or a URL that begins with http:// or https://."""
         self._to = to
+        self._remote = to.startswith(("http://", "https://"))
+        self._ending = threading.Event()
         self._lines: queue.Queue[str | None] = queue.Queue(BACKLOG)
         self._dropped = 0
         self._failure: Exception | None = None
@@ -76,10 +79,15 @@ class MetricStream(Callback):
         if self._thread is None:
             return
         self._say(trainer, "end", trainer.steps_done, {"status": status})
-        self._lines.put(None, timeout=CLOSE_S)
+        self._ending.set()
+        late = TimeoutError(f"{self._to} did not take all lines within {CLOSE_S:g} s")
+        try:
+            self._lines.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            raise late from None
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self._to} did not take all lines within {CLOSE_S:g} s")
+            raise late
         self._check()
 
     def _say(self, trainer: Trainer, event: str, step: int, facts: dict[str, Any]) -> None:
@@ -103,7 +111,7 @@ class MetricStream(Callback):
             raise RuntimeError(f"{self._to} did not take the lines: {failure}") from failure
 
     def _write(self) -> None:
-        ended = False
+        ended, file = False, -1
         while not ended:
             lines = [self._lines.get()]
             while len(lines) < MOST_PER_REQUEST and not self._lines.empty():
@@ -111,27 +119,31 @@ class MetricStream(Callback):
             ended = lines[-1] is None
             data = "".join(line for line in lines if line is not None).encode()
             try:
-                if data:
-                    self._send(data)
+                if self._remote and data:
+                    self._post(data)
+                elif data:
+                    file = self._open() if file < 0 else file
+                    while data:
+                        data = data[os.write(file, data) :]
             except (OSError, ValueError) as error:  # a URLError is an OSError
                 self._failure = error
-            if self._to.startswith(("http://", "https://")) and not ended:
-                time.sleep(1.0)
+                if file >= 0:  # a reader that has gone may come back
+                    os.close(file)
+                    file = -1
+            if self._remote and not ended:
+                self._ending.wait(PAUSE_S)
+        if file >= 0:
+            os.close(file)
 
-    def _send(self, data: bytes) -> None:
-        if self._to.startswith(("http://", "https://")):
-            kind = {"Content-Type": "application/x-ndjson"}
-            request = urllib.request.Request(self._to, data, kind, method="POST")
-            urllib.request.urlopen(request, timeout=REQUEST_S).close()
-            return
+    def _post(self, data: bytes) -> None:
+        kind = {"Content-Type": "application/x-ndjson"}
+        request = urllib.request.Request(self._to, data, kind, method="POST")
+        urllib.request.urlopen(request, timeout=REQUEST_S).close()
+
+    def _open(self) -> int:
+        """Open the file; a named pipe, as soon as somebody reads it."""
         path = Path(self._to).expanduser()
         flags = os.O_WRONLY | os.O_APPEND
         if path.exists() and stat.S_ISFIFO(path.stat().st_mode):
-            file = os.open(path, flags)  # as soon as somebody reads
-        else:
-            file = os.open(path, flags | os.O_CREAT, 0o644)
-        try:
-            while data:
-                data = data[os.write(file, data) :]
-        finally:
-            os.close(file)
+            return os.open(path, flags)
+        return os.open(path, flags | os.O_CREAT, 0o644)

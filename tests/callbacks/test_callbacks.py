@@ -1,0 +1,191 @@
+"""Delivery of events, errors in callbacks, and the callbacks that a configuration names."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.callbacks.base import Callback, CallbackFailed, Callbacks
+from async_grpo.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
+from async_grpo.callbacks.registry import make_callbacks
+from async_grpo.errors import RunError, SetupError
+
+EVENTS = ("start", "step", "publication", "evaluation", "checkpoint", "fault", "end")
+
+
+class Keeps(Callback):
+    def __init__(self, fails_at: int = -1, again: bool = False) -> None:
+        self.heard: list[Any] = []
+        self._fails_at, self._again = fails_at, again
+
+    def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
+        self.heard.append((threading.get_ident(), result))
+        if self._again:
+            trainer.callbacks.tell("on_step", {"again": True})
+            trainer.callbacks.deliver(trainer)
+            self._again = False
+        if result == self._fails_at:
+            raise KeyError("x")
+
+
+class NoCallback:
+    pass
+
+
+def test_the_base_does_nothing_at_every_event() -> None:
+    arguments = {"start": 0, "step": 1, "fault": 1, "end": 1}
+    for event in EVENTS:
+        call = getattr(Callback(), f"on_{event}")
+        assert call(None, *[None] * arguments.get(event, 2)) is None
+
+
+def test_events_of_all_threads_are_delivered_in_order_by_the_one_that_asks() -> None:
+    first, second = Keeps(), Keeps()
+    callbacks = Callbacks([first, second])
+
+    def tell() -> None:
+        for number in range(100):
+            callbacks.tell("on_step", number)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join(10)
+    assert first.heard == []
+    callbacks.deliver(None)
+    here = threading.get_ident()
+    assert first.heard == second.heard == [(here, number) for number in range(100)]
+
+
+def test_what_a_callback_causes_is_delivered_after_it() -> None:
+    one, trainer = Keeps(again=True), SimpleNamespace()
+    trainer.callbacks = callbacks = Callbacks([one])
+    callbacks.tell("on_step", 1)
+    callbacks.deliver(trainer)
+    assert [result for _, result in one.heard] == [1, {"again": True}]
+
+
+def test_an_error_ends_the_run_with_the_name() -> None:
+    callbacks = Callbacks([Keeps(fails_at=1)])
+    callbacks.tell("on_step", 1)
+    with pytest.raises(CallbackFailed, match=r"test_callbacks:Keeps raised in on_step: KeyError"):
+        callbacks.deliver(None)
+    callbacks.tell("on_step", 2)
+    callbacks.deliver(None)  # as when the run is taken down
+
+
+def test_an_error_is_counted_where_that_is_asked_for() -> None:
+    said: list[str] = []
+    broken, sound = Keeps(fails_at=1), Keeps()
+    callbacks = Callbacks([broken, sound], "count", error=said.append)
+    for number in (1, 2, 1):
+        callbacks.tell("on_step", number)
+    callbacks.deliver(None)
+    assert callbacks.errors == len(said) == 2 and "counted as callbacks/errors" in said[0]
+    assert [result for _, result in sound.heard] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "count"])
+def test_an_error_of_the_run_is_no_error_of_the_callback(on_error: Any) -> None:
+    class Saves(Callback):
+        def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
+            raise RunError("the disk is full")
+
+    callbacks = Callbacks([Saves()], on_error, error=pytest.fail)
+    callbacks.tell("on_step", {})
+    with pytest.raises(RunError, match=r"^the disk is full$"):
+        callbacks.deliver(None)
+
+
+def test_callbacks_are_made_by_name() -> None:
+    made = make_callbacks({"early_stopping": {"patience": 2}, f"{__name__}:Keeps": {"fails_at": 3}})
+    assert [type(one) for one in made] == [EarlyStopping, Keeps] and made[1]._fails_at == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("early_stoping", {}, "there is no callback early_stoping; use early_stopping or"),
+        ("no_module:Any", {}, "no_module:Any cannot be made: ModuleNotFoundError"),
+        (f"{__name__}:Nothing", {}, "cannot be made: AttributeError"),
+        (f"{__name__}:NoCallback", {}, "is no subclass of async_grpo.Callback"),
+        ("early_stopping", {"patince": 1}, "unexpected keyword argument 'patince'"),
+        ("early_stopping", {"mode": "up"}, "mode is 'up'; it is max or min"),
+        ("early_stopping", {"patience": 0}, "patience is at least 1"),
+        ("metric_stream", {}, "missing 1 required positional argument: 'to'"),
+    ],
+)
+def test_what_cannot_be_made_is_one_sentence(name: str, options: dict, says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        make_callbacks({name: options})
+
+
+class Trains:
+    """A trainer, as far as early stopping is concerned."""
+
+    def __init__(self, every_steps: int = 1) -> None:
+        self.config = SimpleNamespace(evaluation=SimpleNamespace(every_steps=every_steps))
+        self.why: str | None = None
+
+    def finish(self, why: str) -> None:
+        self.why = self.why or why
+
+
+def stopped_after(values: list[float], metric: str = "m", **options: Any) -> int | None:
+    """The number of values after which the run is finished."""
+    stopping, trainer = EarlyStopping(metric, **options), Trains()
+    stopping.on_start(trainer)
+    for number, value in enumerate(values, 1):
+        stopping.on_step(trainer, {"training_iteration": number, "m": value})
+        if trainer.why is not None:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "after"),
+    [
+        ([1, 2, 3, 4, 5], {"patience": 1}, None),
+        ([1, 2, 2, 2, 3], {"patience": 2}, 4),
+        ([1, 2, 1, 3, 2, 2], {"patience": 2}, 6),
+        ([3, 2, 2, 1, 1, 1], {"patience": 2, "mode": "min"}, 6),
+        ([1, 1.1, 1.2, 2.0, 2.1], {"patience": 2, "min_delta": 0.5}, 3),
+        ([0.1, 0.5, 0.9], {"target": 0.5}, 2),
+        ([0.9, 0.4, 0.1], {"target": 0.4, "mode": "min"}, 2),
+    ],
+)
+def test_early_stopping_counts_values_without_improvement(
+    values: list[float], options: dict[str, Any], after: int | None
+) -> None:
+    assert stopped_after(values, **options) == after
+
+
+def test_early_stopping_looks_at_evaluations_too() -> None:
+    stopping, trainer = EarlyStopping(patience=1), Trains()
+    for step in (10, 20):
+        stopping.on_step(trainer, {"training_iteration": step, "train/loss": 1.0})
+        stopping.on_evaluation(trainer, step, {"eval/accuracy_greedy": 0.5})
+    assert trainer.why == (
+        "eval/accuracy_greedy has not improved on 0.5 in 1 values, the last 0.5 at step 20"
+    )
+
+
+def test_a_metric_that_never_comes_is_a_mistake() -> None:
+    stopping, trainer = EarlyStopping("rollout/scor"), Trains()
+    result = {"training_iteration": 1, "rollout/score": 1.0}
+    for _ in range(MOST_WITHOUT - 1):
+        stopping.on_step(trainer, result)
+    with pytest.raises(ValueError, match="called rollout/scor; there are rollout/score"):
+        stopping.on_step(trainer, result)
+    with pytest.raises(ValueError, match=r"evaluation.every_steps is 0; set it"):
+        EarlyStopping().on_start(Trains(every_steps=0))
+
+
+def test_a_metric_that_comes_now_and_then_is_none() -> None:
+    stopping, trainer = EarlyStopping("m", patience=2), Trains()
+    stopping.on_step(trainer, {"training_iteration": 1, "m": 1.0})
+    for step in range(2, 20):
+        stopping.on_step(trainer, {"training_iteration": step})
+    assert trainer.why is None

@@ -1,0 +1,228 @@
+"""A script that has initialised Ray, trains beside its own actor, and uses Ray afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray._private import state
+from ray.util.placement_group import placement_group_table
+from safetensors.torch import load_file
+
+from async_grpo import Callback, Config, RunError, Trainer
+from async_grpo.callbacks.early_stopping import EarlyStopping
+from async_grpo.callbacks.metric_stream import MetricStream
+from async_grpo.observe.console.console import Console
+from tests.support.models import write_model
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 6
+
+
+def settings(directory: Path, model: str, **run: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "library", "dir": str(directory), "total_steps": STEPS, **run},
+            "model": {"path": model},
+            "task": {"name": "arithmetic"},
+            "rollout": {
+                "rollout_batch_size": 4,
+                "group_size": 4,
+                "prompt_length": 16,
+                "response_length": 6,
+            },
+            "learner": {"lr": 1e-3},
+            "evaluation": {"max_samples": 8, "n": 0, "before": False},
+            "checkpoint": {"every_steps": 2, "keep": 4},
+            "tracking": {"mlflow": False, "report": False},
+            "cluster": {"rollout_actors": {"max": 1}, "engine": {"kv_cache_gb": 0.01}},
+        }
+    )
+
+
+class Heard(Callback):
+    """Keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.events.append(("start", trainer.steps_done))
+
+    def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        self.events.append(("step", result["training_iteration"]))
+
+    def on_publication(self, trainer: Trainer, version: int, seconds: float) -> None:
+        self.events.append(("publication", version))
+
+    def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        self.events.append(("evaluation", step))
+
+    def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
+        self.events.append(("checkpoint", step))
+
+    def on_fault(self, trainer: Trainer, text: str) -> None:
+        self.events.append(("fault", text))
+
+    def on_end(self, trainer: Trainer, status: str) -> None:
+        self.events.append(("end", status))
+
+
+class Breaks(Callback):
+    def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        raise KeyError("no such metric")
+
+
+@ray.remote(num_cpus=1)
+class Own:
+    """The script's own actor."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def residents() -> list[str]:
+    """Living actors, and reservations, of the cluster."""
+    actors = state.actors().values()
+    living = [one["ActorClassName"] for one in actors if one["State"] != "DEAD"]
+    groups = placement_group_table().values()
+    return living + [one["state"] for one in groups if one["state"] != "REMOVED"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    home = tmp_path_factory.mktemp("library")
+    model = write_model(home / "model")
+    told: dict[str, Any] = {"home": home, "model": model, "heard": Heard()}
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
+    try:
+        own = Own.remote()
+        told["pid"] = ray.get(own.pid.remote())
+        told["log"] = home / "log.txt"
+        with open(told["log"], "w") as log:
+            play(told, Console(log))
+        told["pid after"] = ray.get(own.pid.remote())
+        told["left"] = residents()
+        yield told
+    finally:
+        ray.shutdown()
+
+
+def play(told: dict[str, Any], console: Console) -> None:
+    config = settings(told["home"] / "run", told["model"])
+    stream = MetricStream(str(told["home"] / "events.jsonl"))
+    with Trainer(config, console=console, callbacks=[told["heard"], stream]) as trainer:
+        told["results"] = results = []
+        for result in trainer:
+            results.append(result)
+            if len(results) == 3:
+                told["state"] = trainer.get_state()
+                told["weights"] = trainer.call(trainer.system.learner.get_weights())
+                told["generated"] = trainer.generate(["1+1=", "2+3="], n=2, temperature=0.7)
+                actors = trainer.system.actors
+                told["ids"] = actors.healthy_actor_ids()
+                told["asked"] = trainer.call(
+                    actors.foreach_actor(lambda actor, x: (os.getpid(), x), 5)
+                )
+                told["raised"] = trainer.call(actors.foreach_actor(lambda actor: 1 / 0))
+                with pytest.raises(RunError, match="no option stop"):
+                    trainer.generate(["1"], stop="x")
+                saved = trainer.save()
+                files = (saved / "hf").glob("*.safetensors")
+                told["saved"] = {
+                    name: one for file in files for name, one in load_file(file).items()
+                }
+            if len(results) == 5:
+                trainer.restore(saved)
+                told["back"] = trainer.get_state()
+        told["second"] = trainer.train()
+        told["evaluated"] = trainer.evaluate()
+        trainer.save()
+
+
+def test_ray_is_left_as_it_was(story: dict[str, Any]) -> None:
+    assert story["pid after"] == story["pid"] and story["left"] == ["Own"]
+
+
+def test_steps_come_one_by_one_and_go_back_where_asked(story: dict[str, Any]) -> None:
+    results = story["results"]
+    assert [one["training_iteration"] for one in results] == [1, 2, 3, 4, 5, 4, 5, 6]
+    assert [one["done"] for one in results] == [False] * 7 + [True]
+    assert all("train/loss" in one and one["time_this_iter_s"] > 0 for one in results)
+    total = sum(one["time_this_iter_s"] for one in results)
+    assert total == pytest.approx(results[-1]["time_total_s"])
+    assert story["second"] == {}
+    assert "nothing is left to train: all 6 learner steps" in story["log"].read_text()
+    assert (story["state"]["training_iteration"], story["state"]["run_epoch"]) == (3, 0)
+    assert (story["back"]["training_iteration"], story["back"]["run_epoch"]) == (3, 1)
+    assert story["back"]["live_version"] == 3 and story["state"]["live_version"] in (2, 3)
+    json.dumps(story["state"])
+
+
+def test_actors_and_weights_can_be_asked(story: dict[str, Any]) -> None:
+    assert story["ids"] == ["actor-0.0"]
+    [(pid, x)] = story["asked"].values()
+    assert x == 5 and pid not in (os.getpid(), story["pid"])
+    assert isinstance(story["raised"]["actor-0.0"], ZeroDivisionError)
+    assert set(story["saved"]) <= set(story["weights"])
+    for name, weight in story["saved"].items():
+        assert torch.equal(weight, story["weights"][name])
+
+
+def test_the_live_weights_generate(story: dict[str, Any]) -> None:
+    assert [len(responses) for responses in story["generated"]] == [2, 2]
+    for responses in story["generated"]:
+        for one in responses:
+            assert isinstance(one.text, str) and 1 <= len(one.token_ids) <= 6
+            assert len(one.logprobs) == len(one.weights) == len(one.token_ids)
+            assert np.all(np.array(one.logprobs) <= 0)
+            assert set(one.weights) <= {"v0.2", "v0.3"}
+
+
+def test_callbacks_hear_what_happened_in_its_order(story: dict[str, Any]) -> None:
+    events = story["heard"].events
+    assert events[0] == ("start", 0) and events[-1] == ("end", "FINISHED")
+    of = {kind: [what for one, what in events if one == kind] for kind, _ in events}
+    assert of["step"] == [1, 2, 3, 4, 5, 4, 5, 6]
+    assert of["evaluation"] == [6]
+    assert of["checkpoint"] == [2, 3, 4, 4, 6]
+    assert {1, 2, 3, 4, 5, 6} <= set(of["publication"]) and "fault" not in of
+    lines = [json.loads(line) for line in (story["home"] / "events.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in lines if line["event"] == "step"] == [
+        ("step", step) for step in of["step"]
+    ]
+    assert lines[0]["event"] == "start" and lines[-1]["event"] == "end"
+    assert all(line["run"] == "library" for line in lines)
+
+
+def test_errors_in_callbacks_and_early_stopping(story: dict[str, Any]) -> None:
+    """Counted, and the run goes on, to where a callback ends it; as if it had been that long."""
+    config = settings(story["home"] / "stopped", story["model"], on_callback_error="count")
+    stopping = EarlyStopping("rollout/score", target=0.0)
+    with (
+        open(story["home"] / "stopped.txt", "w") as log,
+        Trainer(config, console=Console(log), callbacks=[Breaks(), stopping]) as trainer,
+    ):
+        results = list(trainer)
+        assert trainer.finished is not None and not trainer.stop_requested
+    assert len(results) == 1 and results[0]["done"]
+    said = (story["home"] / "stopped.txt").read_text()
+    assert "raised in on_step: KeyError: 'no such metric' (counted" in said
+    assert "training ends here: rollout/score is" in said
+    assert story["left"] == residents()
+
+
+def test_an_error_in_a_callback_ends_the_run_with_its_name(story: dict[str, Any]) -> None:
+    config = settings(story["home"] / "broken", story["model"])
+    with open(story["home"] / "broken.txt", "w") as log:
+        trainer = Trainer(config, console=Console(log), callbacks=[Breaks()])
+        with pytest.raises(RunError, match="Breaks raised in on_step: KeyError"), trainer:
+            trainer.train()
+    assert story["left"] == residents()
