@@ -34,11 +34,10 @@ class Bundle:
         return str(_asked(self.cpus, self.gpus))
 
 
-def bundles(config: Config) -> list[dict[str, float]]:
+def bundles(config: Config, *, gpus: float) -> list[dict[str, float]]:
     """Return what a run asks for as bundles: the caller's, the ranks', and those of
-    `cluster.rollout_actors.max` (or else `min`) engines. GPUs unless `cluster.device` is cpu.
+    `cluster.rollout_actors.max` (or else `min`) engines. gpus: of a rank, 1 or 0 on CPU.
     """
-    gpus = 0.0 if config.cluster.device == "cpu" else 1.0
     actors = config.cluster.rollout_actors
     ranks = [_asked(1.0, gpus)] * config.learner.ranks
     size = gpus * config.cluster.engine.tensor_parallel_size
@@ -67,7 +66,7 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
     if not fits:
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
-            f"{', '.join(map(str, bundles(config)))}, the first for the one who starts it "
+            f"{', '.join(map(str, bundles(config, gpus=gpus)))}, the first for the one who starts it "
             "(async_grpo.tune.resources asks for these)"
         )
     sharers = 2 if shared else 1

@@ -16,35 +16,13 @@ from ray._private import state
 from ray.util.placement_group import placement_group_table
 from safetensors.torch import load_file
 
-from async_grpo import Callback, Config, RunError, Trainer
-from async_grpo.callbacks.early_stopping import EarlyStopping
+from async_grpo import Callback, RunError, Trainer
 from async_grpo.callbacks.metric_stream import MetricStream
 from async_grpo.observe.console.console import Console
+from tests.support.library import settings
 from tests.support.models import write_model
 
 pytestmark = pytest.mark.timeout(400)
-STEPS = 6
-
-
-def settings(directory: Path, model: str, **run: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "library", "dir": str(directory), "total_steps": STEPS, **run},
-            "model": {"path": model},
-            "task": {"name": "arithmetic"},
-            "rollout": {
-                "rollout_batch_size": 4,
-                "group_size": 4,
-                "prompt_length": 16,
-                "response_length": 6,
-            },
-            "learner": {"lr": 1e-3},
-            "evaluation": {"max_samples": 8, "n": 0, "before": False},
-            "checkpoint": {"every_steps": 2, "keep": 4},
-            "tracking": {"mlflow": False, "report": False},
-            "cluster": {"rollout_actors": {"max": 1}, "engine": {"kv_cache_gb": 0.01}},
-        }
-    )
 
 
 class Heard(Callback):
@@ -73,11 +51,6 @@ class Heard(Callback):
 
     def on_end(self, trainer: Trainer, status: str) -> None:
         self.events.append(("end", status))
-
-
-class Breaks(Callback):
-    def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
-        raise KeyError("no such metric")
 
 
 @ray.remote(num_cpus=1)
@@ -200,29 +173,3 @@ def test_callbacks_hear_what_happened_in_its_order(story: dict[str, Any]) -> Non
     ]
     assert lines[0]["event"] == "start" and lines[-1]["event"] == "end"
     assert all(line["run"] == "library" for line in lines)
-
-
-def test_errors_in_callbacks_and_early_stopping(story: dict[str, Any]) -> None:
-    """Counted, and the run goes on, to where a callback ends it; as if it had been that long."""
-    config = settings(story["home"] / "stopped", story["model"], on_callback_error="count")
-    stopping = EarlyStopping("rollout/score", target=0.0)
-    with (
-        open(story["home"] / "stopped.txt", "w") as log,
-        Trainer(config, console=Console(log), callbacks=[Breaks(), stopping]) as trainer,
-    ):
-        results = list(trainer)
-        assert trainer.finished is not None and not trainer.stop_requested
-    assert len(results) == 1 and results[0]["done"]
-    said = (story["home"] / "stopped.txt").read_text()
-    assert "raised in on_step: KeyError: 'no such metric' (counted" in said
-    assert "training ends here: rollout/score is" in said
-    assert story["left"] == residents()
-
-
-def test_an_error_in_a_callback_ends_the_run_with_its_name(story: dict[str, Any]) -> None:
-    config = settings(story["home"] / "broken", story["model"])
-    with open(story["home"] / "broken.txt", "w") as log:
-        trainer = Trainer(config, console=Console(log), callbacks=[Breaks()])
-        with pytest.raises(RunError, match="Breaks raised in on_step: KeyError"), trainer:
-            trainer.train()
-    assert story["left"] == residents()

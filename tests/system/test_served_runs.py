@@ -15,7 +15,7 @@ import pytest
 from tests.support.chain_runs import PROGRAM, run_chain
 from tests.support.processes import marked
 
-STEPS, GROUPS, SIZE = 2, 8, 4
+STEPS, GROUPS, SIZE = 2, 4, 4
 EXAMPLES = PROGRAM.parents[1]
 AGENT = EXAMPLES / "openai_loop" / "agent.py"
 PLAIN = EXAMPLES.parent / "tests" / "rollout" / "endpoint" / "agents" / "plain_chain.py"
@@ -40,7 +40,7 @@ def run(home: Path, *more: str) -> dict[str, Any]:
         f"run.total_steps={STEPS}",
         f"rollout.rollout_batch_size={GROUPS}",
         f"rollout.group_size={SIZE}",
-        "evaluation={max_samples: 8, n: 0}",
+        "evaluation={max_samples: 4, n: 0}",
         "checkpoint.every_steps=0",
         *more,
         recipe=PROGRAM,
@@ -72,6 +72,7 @@ def test_programs_play_a_run(tmp_path: Path) -> None:
     assert marked("PROGRAM_OF", str(tmp_path)) == []
 
 
+@pytest.mark.slow  # its fast part: tests/rollout/endpoint/test_work.py
 def test_workers_play_a_run(tmp_path: Path) -> None:
     task = {"name": "external", "options": {"of": "chain", "lease_s": 30.0}}
     with worker_of(tmp_path / "run"):

@@ -8,7 +8,8 @@ import asyncio
 import io
 import json
 import re
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from unittest import mock
 
 from async_grpo import lifecycle
 from async_grpo import run as command
+from async_grpo.callbacks.base import Callback
 from async_grpo.checkpoint import saver as saver_module
 from async_grpo.cluster import system as system_module
 from async_grpo.config.load import dump
@@ -30,6 +32,8 @@ from async_grpo.warm_start import cache as warm_start_cache
 from tests.support.models import write_model
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
 from tests.wiring.tasks import rows
+
+MARKS = "tests.wiring.run:Marks"
 
 
 class System:
@@ -53,8 +57,9 @@ class System:
     async def step(self) -> dict[str, float]:
         self.steps_done += 1
         self.seen.append(self.steps_done)
-        self._listener.logged(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
-        return {}
+        metrics = {"train/loss": 0.0, "time/step": 0.0}
+        self._listener.logged(self.steps_done, metrics)
+        return metrics
 
     async def settle(self) -> None: ...
 
@@ -86,6 +91,18 @@ class System:
         return SimpleNamespace(session=None, queue=None, actors=None, learner=None, loop=None)
 
 
+class Marks(Callback):
+    """Leaves a file after a learner step; or raises an error instead."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self._breaks = breaks
+
+    def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
+        if self._breaks:
+            raise KeyError("broken")
+        (trainer.run_dir / "marked").touch()
+
+
 class Delivery:
     """MLflow as the sender sees it: it takes everything, or is not there. `seen`: for which run."""
 
@@ -106,12 +123,11 @@ class Delivery:
     def send(self, *, earlier: bool = True) -> None: ...
 
 
-def ran(config: Config, *, disk: bool = True) -> list[Any]:
-    """Exit code of a run, what its system, its tracker and its report were asked, and what is in
-    its directory.
+@contextmanager
+def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
+    """Inside the block a trainer has a system that trains nothing, and no Ray. Gives the waits that
+    were asked for. seen: gets what system, tracker and report were asked.
     """
-    place, seen, said = workplace(), list[Any](), io.StringIO()
-    (place / "config.yaml").write_text(dump(config))
     artifact = Tracker.log_artifact
 
     def keep(tracker: Tracker, path: Path, **options: Any) -> None:
@@ -140,8 +156,16 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
             (Tracker, "log_artifact", keep),
         ):
             stack.enter_context(mock.patch.object(target, name, fake))
-        waits = stack.enter_context(recorded_waits())
-        stack.enter_context(redirect_stdout(said))
+        yield stack.enter_context(recorded_waits())
+
+
+def ran(config: Config, *, disk: bool = True) -> list[Any]:
+    """Exit code of a run, what its system, its tracker and its report were asked, and what is in
+    its directory.
+    """
+    place, seen = workplace(), list[Any]()
+    (place / "config.yaml").write_text(dump(config))
+    with doubles(seen, disk=disk) as waits, redirect_stdout(io.StringIO()):
         code = command.main([str(place / "config.yaml")])
     directory = Path(config.run.dir)
     files = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
@@ -215,6 +239,8 @@ def wires() -> list[Wire]:
     table: list[tuple[Any, ...]] = [
         ("run.name", "another"),
         ("run.total_steps", 4),
+        ("run.callbacks", {MARKS: {}}),
+        ("run.on_callback_error", "count", {"run.callbacks": {MARKS: {"breaks": True}}}),
         ("model.path", _other_model()),
         ("model.warm_start", {}),
         ("rollout.rollout_batch_size", 2, {**data, "run.epochs": 2}),

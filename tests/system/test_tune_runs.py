@@ -1,0 +1,81 @@
+"""Runs as trials of Ray Tune: two at once on two cores, and one that goes on from another's
+checkpoint with another learning rate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config.schema import Config
+from async_grpo.tune import trainable
+from tests.support.library import settings
+from tests.support.models import write_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.alone]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    model = write_model(tmp_path / "model")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield settings(tmp_path / "runs", model)
+    ray.shutdown()
+
+
+def fit(config: Config, storage: Path, **options: Any) -> list[Any]:
+    tuner = tune.Tuner(
+        trainable(config),
+        param_space={"learner.lr": tune.grid_search([1e-4, 1e-2])},
+        tune_config=tune.TuneConfig(**options),
+        run_config=tune.RunConfig(
+            name="sweep",
+            storage_path=str(storage),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
+        ),
+    )
+    found = list(tuner.fit())
+    assert [one.error for one in found] == [None, None]
+    return found
+
+
+def test_two_trials_at_once_keep_apart(config: Config, tmp_path: Path) -> None:
+    found = fit(config, tmp_path / "tune", metric="rollout/score", mode="max")
+    frames = [one.metrics_dataframe for one in found]
+    for lr, one, frame in zip([1e-4, 1e-2], found, frames, strict=True):
+        assert list(frame["training_iteration"]) == [1, 2, 3, 4, 5, 6]
+        assert set(frame["train/lr"]) == {lr} and one.config == {"learner.lr": lr}
+        assert one.metrics["eval/problems"] == 8
+        with one.checkpoint.as_directory() as directory:
+            assert checkpoint.verify(Path(directory))["step"] == 6
+    begun = [frame["timestamp"].min() for frame in frames]
+    ended = [frame["timestamp"].max() for frame in frames]
+    homes = sorted((tmp_path / "runs").iterdir())
+    assert len(homes) == 2 and all((home / "metrics.jsonl").exists() for home in homes)
+    assert max(begun) - min(ended) < 60, "they ran one after the other"
+
+
+def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path) -> None:
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=3,
+        burn_in_period=3,
+        quantile_fraction=0.5,
+        hyperparam_mutations={"learner.lr": [5e-4]},
+        resample_probability=1.0,
+        synch=True,
+    )
+    found = fit(config, tmp_path / "tune", metric="train/lr", mode="max", scheduler=scheduler)
+    changed = [one for one in found if one.config["learner.lr"] == 5e-4]
+    assert changed, [one.config for one in found]
+    rows = changed[0].metrics_dataframe[["training_iteration", "train/lr"]].values.tolist()
+    before = [row for row in rows if row[1] != 5e-4]
+    after = [row for row in rows if row[1] == 5e-4]
+    assert before and after and after[0][0] > 1, rows
+    assert after[-1][0] == 6

@@ -1,0 +1,192 @@
+"""A trainer that a script drives, with a system whose steps cost nothing: what ends training, what
+callbacks do to a run, and signals. The same with real parts: tests/system/test_library_runs.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo import Callback, RunError, Trainer, load_config
+from async_grpo import run as command
+from async_grpo.config.load import dump
+from async_grpo.config.schema import Config
+from async_grpo.observe.console.console import Console
+from tests.support.wiring import tiny_model
+from tests.wiring.run import doubles
+
+ASKED = f"{__name__}:Asks"
+
+
+class Asks(Callback):
+    """Does something after the second learner step."""
+
+    def __init__(self, what: str = "nothing", act: Callable[[Trainer], None] | None = None) -> None:
+        self._what, self._act = what, act
+
+    def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        if result["training_iteration"] != 2:
+            return
+        if self._act is not None:
+            self._act(trainer)
+        if self._what == "breaks":
+            raise KeyError("no such metric")
+        if self._what == "finishes":
+            trainer.finish("it is enough")
+
+
+def settings(home: Path, **run: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(home / "run"), "total_steps": 6, **run},
+            "model": {"path": tiny_model()},
+            "task": {"name": "arithmetic"},
+            "rollout": {"prompt_length": 16, "response_length": 6},
+            "evaluation": {"max_samples": 4, "before": False},
+            "tracking": {"mlflow": False, "report": False},
+        }
+    )
+
+
+@contextmanager
+def trained(home: Path, *callbacks: Callback, **run: Any) -> Iterator[tuple[Trainer, io.StringIO]]:
+    said = io.StringIO()
+    config = settings(home, **run)
+    with doubles([]), Trainer(config, console=Console(said), callbacks=callbacks) as trainer:
+        yield trainer, said
+
+
+def steps(results: list[dict[str, Any]]) -> list[int]:
+    return [one["training_iteration"] for one in results]
+
+
+def test_train_and_steps_go_on_where_the_other_ended(tmp_path: Path) -> None:
+    with trained(tmp_path) as (trainer, said):
+        assert trainer.train(2)["training_iteration"] == 2
+        assert steps(list(trainer.steps(2))) == [3, 4]
+        result = next(iter(trainer))
+        last = trainer.train()
+        assert result["training_iteration"] == 5 and not result["done"]
+        assert last["training_iteration"] == 6 and last["done"]
+        assert trainer.train() == {} and "nothing is left to train" in said.getvalue()
+    with pytest.raises(RunError, match="this trainer has run"):
+        trainer.train()
+
+
+def test_a_finished_run_trains_no_further_and_ends_in_order(tmp_path: Path) -> None:
+    with trained(tmp_path, Asks("finishes")) as (trainer, said):
+        results = list(trainer)
+        assert steps(results) == [1, 2] and results[-1]["done"]
+        assert trainer.train() == {} and not trainer.stop_requested
+        assert said.getvalue().count("training ends here: it is enough") == 1
+
+
+def test_the_command_saves_and_evaluates_a_run_that_a_callback_finished(tmp_path: Path) -> None:
+    config = settings(tmp_path, callbacks={ASKED: {"what": "finishes"}})
+    (tmp_path / "c.yaml").write_text(dump(config))
+    seen: list[Any] = []
+    with doubles(seen):
+        assert command.main([str(tmp_path / "c.yaml")]) == 0
+    assert [one for one in seen if one in (1, 2, 3) or one == ("evaluate", 4)] == [
+        1,
+        2,
+        ("evaluate", 4),
+    ]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "count"])
+def test_an_error_in_a_callback_ends_the_command_or_is_counted(
+    on_error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path, callbacks={ASKED: {"what": "breaks"}}, on_callback_error=on_error)
+    (tmp_path / "c.yaml").write_text(dump(config))
+    with doubles([]):
+        code = command.main([str(tmp_path / "c.yaml")])
+    said = capsys.readouterr().out
+    assert f"callback {ASKED} raised in on_step: KeyError: 'no such metric'" in said
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"train/loss"' in line]
+    counted = [row["callbacks/errors"] for row in rows]
+    if on_error == "fail":
+        assert code == 1 and counted == [0.0, 0.0]
+    else:
+        assert code == 0 and counted == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_callback_that_cannot_be_made_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(dump(settings(tmp_path, callbacks={"early_stop": {}})))
+    with doubles([]):
+        assert command.main([str(tmp_path / "c.yaml")]) == 2
+    assert "there is no callback early_stop; use early_stopping or" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_steps_and_the_script_goes_on(number: int, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    asks = Asks(act=lambda _: os.kill(os.getpid(), number))
+    with trained(tmp_path, asks) as (trainer, _):
+        with trainer.draining():
+            results = list(trainer)
+            assert steps(results) == [1, 2] and results[-1]["done"] and trainer.stop_requested
+        assert signal.getsignal(number) == before
+        assert trainer.save().name == "step_000002"
+
+
+def test_draining_is_for_the_main_thread(tmp_path: Path) -> None:
+    with trained(tmp_path) as (trainer, _):
+        errors: list[BaseException] = []
+
+        def drain() -> None:
+            try:
+                with trainer.draining():
+                    pass
+            except RunError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        thread.join(10)
+        assert "use draining() there" in str(errors[0])
+
+
+def test_a_callback_may_call_the_trainer(tmp_path: Path) -> None:
+    saved: list[Path] = []
+    with trained(tmp_path, Asks(act=lambda trainer: saved.append(trainer.save()))) as (trainer, _):
+        assert len(list(trainer)) == 6
+    assert [path.name for path in saved] == ["step_000002"] and saved[0].is_dir()
+
+
+def test_a_trainer_is_built_from_a_checkpoint_with_other_settings(tmp_path: Path) -> None:
+    with trained(tmp_path) as (trainer, _):
+        trainer.train(2)
+        path = trainer.save()
+    other = Trainer.from_checkpoint(path, ["learner.lr=0.5", f"run.dir={tmp_path}/other"])
+    assert other.config.learner.lr == 0.5 and other.run_dir == tmp_path / "other"
+    assert other.config.rollout == trainer.config.rollout
+    with doubles([]):
+        other.check()
+    assert other.total_steps == 6 and other._facts.checkpoint == path
+    other.stop()
+    with pytest.raises(RunError, match="is not a checkpoint, or was never finished"):
+        Trainer.from_checkpoint(tmp_path)
+
+
+def test_from_a_checkpoint_with_a_wrong_setting(tmp_path: Path) -> None:
+    with trained(tmp_path) as (trainer, _):
+        path = trainer.save()
+    with pytest.raises(ValueError, match=r"learner\.lr"):
+        Trainer.from_checkpoint(path, ["learner.lr=-1"])
+    assert load_config  # the same errors as those of a file
