@@ -8,17 +8,31 @@ depend on the order of the terms.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_grpo.algo.catalog import IMPORTANCE, register_importance
+from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import bounded_exp
-from async_grpo.algo.rows import check_shapes, row_means, row_sums
+from async_grpo.algo.rows import check_shapes, row_extremes, row_means, row_sums
 
 LEVELS = ("none", "token", "sequence", "geometric")
+SCORES = ("w", "k1", "k2", "k3")
+"""What a rejection compares with its bounds."""
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "token": lambda values, valid, rows: values,
+    "sum": lambda values, valid, rows: row_sums(torch.where(valid, values, 0), rows),
+    "mean": row_means,
+    "min": partial(row_extremes, largest=False),
+    "max": partial(row_extremes, largest=True),
+}
+"""How scores of tokens become that of a row: name -> (scores, valid, row_index) -> on each token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +110,41 @@ def rejection_mask(
     behavior_logprobs: Tensor,
     loss_mask: Tensor,
     *,
-    level: str,
-    lower: float,
-    upper: float,
+    score: str,
+    reduce: str,
+    lower: float | None = None,
+    upper: float | None = None,
     row_index: Tensor | None = None,
 ) -> Tensor:
-    """1 where lower <= w <= upper, else 0, with w as in `importance_weights`: whole rows at level
-    "sequence" and "geometric"; 1 on masked entries. Multiply it into the weights of the loss.
-    Raises ValueError as `importance_weights` does.
+    """1 where lower <= s <= upper, else 0; None is no bound, and 1 stands on masked entries.
+    Multiply it into the weights of the loss.
+
+    `score` per token, with x = anchor - behavior: "w" exp(x), "k1" -x, "k2" x^2 / 2, "k3" w - 1 -
+    x. `reduce`: "token" looks at every token for itself; "sum", "mean", "min" and "max" of a row's
+    unmasked tokens decide over the whole row. Sum and mean of "w" are of its logarithm: the product
+    and the geometric mean. Raises ValueError for an unknown score or reduction, an empty interval,
+    a shape mismatch, or packed rows without `row_index`.
     """
-    valid, ratio = _ratio(
-        anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index
-    )
-    dtype = torch.promote_types(anchor_logprobs.dtype, torch.float32)
-    if level == "none":
-        return torch.ones_like(anchor_logprobs, dtype=dtype)
-    return (~valid | ((ratio >= lower) & (ratio <= upper))).to(dtype)
+    if score not in SCORES or reduce not in REDUCTIONS:
+        raise ValueError(
+            f"rejection by {reduce!r} of {score!r}; choose a score of {', '.join(SCORES)} and a "
+            f"reduction of {', '.join(REDUCTIONS)}"
+        )
+    if lower is not None and upper is not None and not lower <= upper:
+        raise ValueError(f"rejection interval [{lower}, {upper}]; it must hold lower <= upper")
+    valid, log_ratio = _log_ratio(anchor_logprobs, behavior_logprobs, loss_mask)
+    reduced = REDUCTIONS[reduce]
+    if score == "w":  # exp grows: of all reductions of the logarithm only sum and mean differ
+        found = bounded_exp(reduced(log_ratio, valid, row_index))
+    else:
+        scores = kl_penalty(-log_ratio, torch.zeros_like(log_ratio), score)
+        found = reduced(scores, valid, row_index)
+    kept = torch.ones_like(valid)
+    if lower is not None:
+        kept &= found >= lower
+    if upper is not None:
+        kept &= found <= upper
+    return (~valid | kept).to(torch.promote_types(anchor_logprobs.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -170,11 +203,18 @@ def _ratio(
         raise ValueError(
             f"importance interval [{lower}, {upper}]; it must hold 0 <= lower <= upper"
         )
-    check_shapes(anchor_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
-    valid = loss_mask != 0
-    log_ratio = torch.where(valid, anchor_logprobs.double() - behavior_logprobs.double(), 0)
+    valid, log_ratio = _log_ratio(anchor_logprobs, behavior_logprobs, loss_mask)
     if level == "sequence":
         log_ratio = row_sums(log_ratio, row_index)
     elif level == "geometric":
         log_ratio = row_means(log_ratio, valid, row_index)
     return valid, bounded_exp(log_ratio)
+
+
+def _log_ratio(
+    anchor_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the mask is set, and log w of every token, float64, 0 on masked entries."""
+    check_shapes(anchor_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
+    valid = loss_mask != 0
+    return valid, torch.where(valid, anchor_logprobs.double() - behavior_logprobs.double(), 0)

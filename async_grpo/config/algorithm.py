@@ -7,9 +7,10 @@ several of these settings in `checks`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from async_grpo.algo.catalog import (
     ASYMRE_SHIFT,
@@ -75,15 +76,35 @@ class Importance(Section):
     """Largest weight that is neither clamped nor masked."""
 
 
-class Rejection(Section):
-    """Leave out tokens or responses whose importance ratio is outside of bounds."""
+class RejectionRule(Section):
+    """Keep tokens or responses whose score of anchor against behaviour is within bounds."""
 
-    level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens or responses whose ratio of anchor to behaviour leaves [lower, upper]."""
-    lower: AtLeast0 = 0.5
-    """Smallest ratio that is kept."""
-    upper: Above0 = 2.0
-    """Largest ratio that is kept."""
+    score: Literal["w", "k1", "k2", "k3"]
+    """Score of a token by w, its ratio of anchor to behaviour policy: w itself, -log w, (log w)^2 /
+    2, or w - 1 - log w.
+    """
+    reduce: Literal["token", "sum", "mean", "min", "max"]
+    """Judge each token, or the whole response by the sum, mean, smallest or largest score of its
+    tokens; sum and mean of `w` are its product and geometric mean.
+    """
+    lower: float | None = None
+    """Smallest score that is kept; null is no bound."""
+    upper: float | None = None
+    """Largest score that is kept; null is no bound."""
+
+
+def rejection_rules(value: Any) -> Any:
+    """Return the rules for the one mapping {level, lower, upper} that older files hold; any other
+    value as it is.
+    """
+    reduce = {"token": "token", "sequence": "sum", "geometric": "mean"}
+    if not isinstance(value, Mapping) or not set(value) <= {"level", "lower", "upper"}:
+        return value
+    level, bounds = value.get("level"), {"lower": 0.5, "upper": 2.0}
+    if level in reduce:
+        given = {key: bound for key, bound in value.items() if key != "level"}
+        return [{"score": "w", "reduce": reduce[level], **bounds, **given}]
+    return [] if dict(value) in ({}, {"level": "none"}, {"level": "none", **bounds}) else value
 
 
 class KlCtrl(Section):
@@ -183,7 +204,12 @@ class Algorithm(Section):
     pass).
     """
     importance: Importance = Importance()
-    rejection: Rejection = Rejection()
+    rejection: Annotated[list[RejectionRule], BeforeValidator(rejection_rules)] = Field([])
+    """Leave out tokens or responses that one of these rules does not keep: by the ratio w of anchor
+    to behaviour policy (`score: w`), -log w (k1), (log w)^2 / 2 (k2) or w - 1 - log w (k3), of each
+    `token`, or of the response by `reduce` over its tokens (sum and mean of w: product and
+    geometric mean).
+    """
     opsm_delta: AtLeast0 | None = None
     """Leave out responses with a negative advantage whose mean log-prob has fallen by more than
     this since they were sampled (OPSM).

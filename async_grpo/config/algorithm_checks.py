@@ -166,12 +166,16 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
             "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
         )
-    for key, section in (("importance", algorithm.importance), ("rejection", algorithm.rejection)):
-        if traits.response_ratio and section.level == "token":
-            yield (
-                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per "
-                "response; allowed are none, sequence, geometric."
-            )
+    if traits.response_ratio and algorithm.importance.level == "token":
+        yield (
+            f"`algorithm.importance.level` is token, but `policy_loss: {loss}` has one ratio per "
+            "response; allowed are none, sequence, geometric."
+        )
+    if traits.response_ratio and any(rule.reduce == "token" for rule in algorithm.rejection):
+        yield (
+            f"`algorithm.rejection` has a rule with `reduce: token`, but `policy_loss: {loss}` has "
+            "one ratio per response; allowed are sum, mean, min, max."
+        )
     varying = algorithm.gamma != 1 or algorithm.add_token_level_kl
     if traits.one_advantage and varying and known.estimator(config).returns:
         yield (
@@ -184,25 +188,46 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
 def _weights(config: Config, known: Known) -> Iterator[str]:
     algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
     anchor, importance = algorithm.anchor, algorithm.importance
-    sections = (("importance", importance), ("rejection", algorithm.rejection))
     if importance.level != "none" and traits.ratio_free and not traits.weighed:
         yield (
             f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is "
             "defined without it; use none, or policy_loss: reinforce."
         )
     elif anchor == "behavior" and not traits.ratio_free:
-        for key, section in sections:
-            if section.level != "none":
-                yield (
-                    f"`algorithm.{key}.level: {section.level}` weighs the anchor against the "
-                    "behaviour policy and needs `algorithm.anchor: recomputed` or interpolated; "
-                    f"with `{anchor}` both are the same policy."
-                )
-    for key, section in sections:
-        if section.lower >= section.upper:
+        used = [f"importance.level: {importance.level}"] if importance.level != "none" else []
+        for key in used + ["rejection"] * bool(algorithm.rejection):
             yield (
-                f"`algorithm.{key}.lower` is {section.lower:g}; it must be below "
-                f"`algorithm.{key}.upper`, {section.upper:g}."
+                f"`algorithm.{key}` weighs the anchor against the behaviour policy and needs "
+                f"`algorithm.anchor: recomputed` or interpolated; with `{anchor}` both are the "
+                "same policy."
+            )
+    if importance.lower >= importance.upper:
+        yield (
+            f"`algorithm.importance.lower` is {importance.lower:g}; it must be below "
+            f"`algorithm.importance.upper`, {importance.upper:g}."
+        )
+
+
+def _rejection(config: Config, _: Known) -> Iterator[str]:
+    for rule in config.algorithm.rejection:
+        name, lower, upper = f"`score: {rule.score}`", rule.lower, rule.upper
+        if lower is None and upper is None:
+            yield f"`algorithm.rejection` has a rule with {name} and no bound; give it `upper`."
+        if lower is not None and upper is not None and lower >= upper:
+            yield (
+                f"`algorithm.rejection` has a rule with {name} whose `lower` is {lower:g}; it must "
+                f"be below its `upper`, {upper:g}."
+            )
+        if lower is not None and rule.score in ("k2", "k3"):
+            yield (
+                f"`algorithm.rejection` has a rule with {name} and `lower`, but the score is a "
+                "distance, 0 where anchor and behaviour agree: give `upper` alone."
+            )
+        bounds = [bound for bound in (lower, upper) if bound is not None]
+        if rule.score != "k1" and any(bound < 0 for bound in bounds):
+            yield (
+                f"`algorithm.rejection` has a rule with {name} and the bound {min(bounds):g}, but "
+                "the score is never below 0."
             )
 
 
@@ -312,6 +337,7 @@ ALGORITHM_RULES = (
     _clip,
     _anchor,
     _row_losses,
+    _rejection,
     _weights,
     _kl,
     _rewards,

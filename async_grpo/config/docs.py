@@ -50,7 +50,7 @@ def settings() -> dict[str, Setting]:
             target = _section_of(spec)
             inner = schema["$defs"][target] if target else None
             description = spec.get("description") or (inner or {}).get("description", "")
-            allowed = _section_words(inner, spec) if inner else words(spec)
+            allowed = _section_words(inner, spec) if inner else words(_inlined(spec, schema))
             found[name] = Setting(
                 name=name,
                 section=inner is not None,
@@ -63,6 +63,12 @@ def settings() -> dict[str, Setting]:
 
     visit(schema, "")
     return found
+
+
+def _inlined(spec: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Return `spec` with the section that the entries of a list are, in place of its name."""
+    target = _section_of(spec.get("items", {}))
+    return spec if target is None else {**spec, "items": schema["$defs"][target]}
 
 
 def _section_of(spec: dict[str, Any]) -> str | None:
@@ -105,6 +111,9 @@ def words(spec: dict[str, Any]) -> str:
             f"{words(spec['items'])}"
         )
     if kind == "object":
+        if "properties" in spec:
+            keys = (f"{key} ({words(of)})" for key, of in spec["properties"].items())
+            return f"a mapping with {', '.join(keys)}"
         values = spec.get("additionalProperties")
         each = f" from names to {words(values)} each" if isinstance(values, dict) else ""
         return f"a mapping{each}"

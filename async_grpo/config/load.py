@@ -227,6 +227,8 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     if len(path) == 1 and path[0] in known:
         section, _, key = path[0].rpartition(".")
         return f"In a file, it is `{key}:` inside `{section}:` (with a dot it is an override)."
+    if any(part.isdigit() for part in path[:-1]):  # in an entry of a list
+        return f"`{_known(path).name}` is {_known(path).allowed}."
     parent = ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     by_leaf: dict[str, list[str]] = {}

@@ -36,7 +36,12 @@ ANSWERS = (
         "a whole response",
         lambda value: value in ("seq", "sequence"),
     ),
-    Answer("ROLL", "train_infer_correction*", f"{_SETS}: weights between engine and learner"),
+    Answer(
+        "ROLL",
+        "train_infer_correction*",
+        f"{_SETS}: weights between engine and learner; its filters are rules of "
+        "`algorithm.rejection`",
+    ),
     Answer(
         "ROLL",
         "norm_mean_type norm_std_type",
@@ -77,9 +82,29 @@ ANSWERS = (
     ),
     Answer(
         "verl",
-        "rollout_rs_threshold",
-        "with `lo_hi` it keeps 1/hi to 1/lo of the ratio here, which is that of learner to engine: "
-        "`algorithm.rejection.lower` and `algorithm.rejection.upper`",
+        "rollout_rs rollout_rs_threshold*",
+        "each of its options is a rule of `algorithm.rejection`: `seq_max_k3` is `{score: k3, "
+        "reduce: max, upper: ...}`, `token_k1` `{score: k1, reduce: token, ...}`; for k1, "
+        "`lo_hi` is `lower: log(lo), upper: log(hi)`, which keeps 1/hi to 1/lo of the ratio of "
+        "learner to engine",
+    ),
+    Answer(
+        "slime, verl, SkyRL",
+        "rs_veto_threshold rollout_token_veto_threshold outlier_token_is_threshold_low",
+        "a rule of `algorithm.rejection`, `{score: w, reduce: min, lower: ...}`, leaves out "
+        "responses with such a token",
+    ),
+    Answer(
+        "SkyRL",
+        "outlier_token_is_threshold_high",
+        "a rule of `algorithm.rejection`, `{score: w, reduce: max, upper: ...}`, leaves out "
+        "responses with such a token",
+    ),
+    Answer(
+        "SkyRL",
+        "sequence_mask_metric geo_mask_* product_mask_* token_mask_is_threshold_*",
+        "a rule of `algorithm.rejection`: `{score: w, reduce: mean, ...}` is the geometric mean, "
+        "with `sum` the product, with `token` each token",
     ),
     Answer(
         "SkyRL",

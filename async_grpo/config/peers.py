@@ -95,9 +95,7 @@ algorithm.importance.mode: vllm_importance_sampling_mode rollout_is_mode
 algorithm.importance.lower: rollout_is_threshold_lower tis_clip_low
 algorithm.importance.upper: rollout_is_threshold vllm_importance_sampling_cap
     tis_clip
-algorithm.rejection.level: rollout_rs rejection_sampling
-algorithm.rejection.lower: rollout_rs_threshold_lower
-algorithm.rejection.upper: rollout_rs_threshold_upper
+algorithm.rejection: rejection_sampling use_rs rs_level rs_lower_bound rs_upper_bound
 algorithm.opsm_delta: off_policy_mask_threshold use_opsm
 algorithm.overlong_buffer.enable: overlong_reward_penalty overlong_penalty
 algorithm.overlong_buffer.len: overlong_buffer_len overlong_tokens overlong_buffer_length

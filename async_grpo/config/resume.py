@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from async_grpo.algo.catalog import Constants
+from async_grpo.config.algorithm import rejection_rules
 from async_grpo.config.docs import settings, show
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
@@ -104,7 +105,8 @@ def marks() -> dict[str, Mark]:
 
 def compare(saved: Mapping[str, Any], config: Config) -> Changes:
     """Compare `config` with settings saved as `model_dump(mode="json")`, in schema order."""
-    given, changes, known = config.model_dump(mode="json"), Changes(), settings()
+    saved, given = _renewed(saved), config.model_dump(mode="json")
+    changes, known = Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)
         if here is not _ABSENT and there is _ABSENT:
@@ -166,13 +168,26 @@ def _collect(
 
 
 def _section(annotation: Any) -> type[Section | Constants] | None:
-    """Return the section class that an annotation (`X` or `X | None`) names, if any."""
+    """Return the section class that an annotation (`X` or `X | None`) names, if any; a list of
+    sections is a value.
+    """
+    if get_origin(annotation) is list:
+        return None
     options = [
         option
         for option in (annotation, *get_args(annotation))
         if isinstance(option, type) and issubclass(option, Section | Constants)
     ]
     return options[0] if options else None
+
+
+def _renewed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return saved settings in today's form."""
+    algorithm = saved.get("algorithm")
+    if not isinstance(algorithm, Mapping) or "rejection" not in algorithm:
+        return saved
+    rules = rejection_rules(algorithm["rejection"])
+    return {**saved, "algorithm": {**algorithm, "rejection": rules}}
 
 
 def _at(values: Any, path: tuple[str, ...]) -> Any:

@@ -72,10 +72,7 @@ OWNED = (
         "algorithm.clip_schedule.rate",
         "algorithm.clip_schedule.floor",
     ),
-    *(
-        _unlike(f"algorithm.{section}.level", "none", "token (or another)", f"algorithm.{section}")
-        for section in ("importance", "rejection")
-    ),
+    _unlike("algorithm.importance.level", "none", "token (or another)", "algorithm.importance"),
     *(_only("algorithm.policy_loss", name, f"algorithm.{name}") for name in SECTIONS),
     _only("algorithm.adv_estimator", "asymre", "algorithm.asymre_shift"),
     _Owned(

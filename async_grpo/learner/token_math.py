@@ -208,7 +208,7 @@ class TokenMath:
         weighed by the current policy's own.
         """
         algorithm = self._algorithm
-        importance, rejection = algorithm.importance, algorithm.rejection
+        importance = algorithm.importance
         policy = logprobs if self._loss.ratio_free else anchor
         weights = kept = None
         if importance.level != "none":
@@ -224,16 +224,18 @@ class TokenMath:
                 staleness=batch.lag,
                 options=self._importance_options,
             )
-        if rejection.level != "none":
-            kept = rejection_mask(
+        for rule in algorithm.rejection:
+            inside = rejection_mask(
                 policy,
                 batch.behavior,
                 batch.trained,
-                level=rejection.level,
-                lower=rejection.lower,
-                upper=rejection.upper,
+                score=rule.score,
+                reduce=rule.reduce,
+                lower=rule.lower,
+                upper=rule.upper,
                 row_index=batch.row_index,
             )
+            kept = inside if kept is None else kept * inside
         if algorithm.opsm_delta is not None:
             opsm = opsm_mask(
                 logprobs,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,7 +21,17 @@ from async_grpo.algo.importance import (
     rejection_mask,
 )
 from async_grpo.algo.kl import KL_PENALTIES, AdaptiveKL, kl_penalty
-from tests.support.algo_case import F64, aggregate, close, fast, full_kl, gradient, seeds, tokens
+from tests.support.algo_case import (
+    F64,
+    aggregate,
+    close,
+    fast,
+    full_kl,
+    gradient,
+    seeds,
+    slow_score,
+    tokens,
+)
 
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
 levels = st.sampled_from(["none", "token", "sequence", "geometric"])
@@ -108,11 +118,20 @@ def test_importance_weights_are_the_formula(seed: int, level: str, mode: str, ju
             assert float(got[i, t]) == pytest.approx(expected)
 
 
-@given(seed=seeds, level=levels, junk=st.sampled_from(JUNK))
-@fast
-def test_rejection_keeps_what_lies_inside(seed: int, level: str, junk: float) -> None:
+BOUNDS = {"w": (0.93, 1.08), "k1": (-0.08, 0.12), "k2": (None, 0.006), "k3": (None, 0.006)}
+
+
+@pytest.mark.parametrize("reduce", ["token", "sum", "mean", "min", "max"])
+@pytest.mark.parametrize("score", BOUNDS)
+@given(seed=seeds, junk=st.sampled_from(JUNK), one_sided=st.sampled_from([None, 0, 1]))
+@settings(max_examples=10)
+def test_rejection_keeps_what_lies_inside(
+    score: str, reduce: str, seed: int, junk: float, one_sided: int | None
+) -> None:
     case = tokens(seed, 4, 5)
-    lower, upper = 0.95, 1.08
+    lower, upper = (
+        None if side == one_sided else bound for side, bound in enumerate(BOUNDS[score])
+    )
     columns = [case["anchor_logprobs"], case["behavior_logprobs"]]
     got = in_both_layouts(
         rejection_mask,
@@ -120,18 +139,40 @@ def test_rejection_keeps_what_lies_inside(seed: int, level: str, junk: float) ->
         case["loss_mask"],
         seed,
         junk,
-        level=level,
+        score=score,
+        reduce=reduce,
         lower=lower,
         upper=upper,
     )
+    log_w = (columns[0] - columns[1]).tolist()
     for i in range(4):
+        valid = [t for t in range(5) if case["loss_mask"][i, t]]
         for t in range(5):
-            kept = (
-                level == "none"
-                or not case["loss_mask"][i, t]
-                or lower <= slow_ratio(case, level, i, t) <= upper
-            )
+            chosen = [t] if reduce == "token" else valid
+            kept = t not in valid
+            if not kept:
+                s = slow_score(
+                    [log_w[i][at] for at in chosen], score, reduce.replace("token", "sum")
+                )
+                kept = (lower is None or lower <= s) and (upper is None or s <= upper)
             assert float(got[i, t]) == float(kept)
+
+
+def test_extreme_ratios_are_rejected_and_nothing_is_not() -> None:
+    """Log ratios of 200 both ways; a row without tokens is kept."""
+    anchor, behavior = torch.tensor([[200.0, 0.0], [-200.0, 0.0], [0.0, 0.0]]), torch.zeros(3, 2)
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    for score, reduce, lower, upper, kept in (
+        ("w", "min", 1e-4, None, [1, 0, 1]),
+        ("w", "max", None, 1e4, [0, 1, 1]),
+        ("w", "sum", 1e-4, 1e4, [0, 0, 1]),
+        ("k1", "sum", -9.0, 9.0, [0, 0, 1]),
+        ("k2", "mean", None, 9.0, [0, 0, 1]),
+        ("k3", "max", None, 15.0, [0, 0, 1]),
+    ):
+        rule = {"score": score, "reduce": reduce, "lower": lower, "upper": upper}
+        got = rejection_mask(anchor, behavior, mask, **rule)
+        assert got[:, 0].tolist() == kept and got.dtype == torch.float32
 
 
 @given(seed=seeds, delta=st.floats(0, 0.3), junk=st.sampled_from(JUNK))
@@ -188,7 +229,9 @@ def test_extreme_ratios_and_empty_tensors_are_finite(level: str) -> None:
     assert importance_weights(
         empty, empty, empty, mode="mask", row_index=index, **options
     ).shape == (0,)
-    assert rejection_mask(empty, empty, empty, row_index=index, **options).shape == (0,)
+    for reduce in ("token", "sum", "mean", "min", "max"):
+        rule = {"score": "k3", "reduce": reduce, "upper": 1.0}
+        assert rejection_mask(empty, empty, empty, row_index=index, **rule).shape == (0,)
     assert opsm_mask(empty, empty, empty, empty, delta=0.1, row_index=index).shape == (0,)
 
 
@@ -203,6 +246,15 @@ def test_weights_refuse_wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             importance_weights(ones, ones, ones, **{**good, **wrong})
+    rule = {"score": "w", "reduce": "max", "lower": 0.5, "upper": 2.0}
+    for wrong, word in (
+        ({"score": "k4"}, "k3"),
+        ({"reduce": "row"}, "token, sum, mean"),
+        ({"lower": 3.0}, "interval"),
+        ({}, "row_index"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            rejection_mask(ones, ones, ones, **{**rule, **wrong})
     with pytest.raises(ValueError, match="behavior_logprobs has shape"):
         importance_weights(ones, torch.ones(2), ones, **good)
     with pytest.raises(ValueError, match="delta"):

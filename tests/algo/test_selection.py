@@ -5,9 +5,6 @@ draws.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,13 +17,13 @@ from async_grpo.algo.catalog import ClipCov, KlCov, M2po
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.selection import select_tokens, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
+from tests.support.thread_ranks import Collective, Ranks
 
 OPTIONS = {
     "clip_cov": ClipCov(ratio=0.2, lower=-0.3, upper=1.5),
     "kl_cov": KlCov(ratio=0.15),
     "m2po": M2po(budget=0.1),
 }
-Collective = Callable[[Tensor], Tensor]
 by_name = pytest.mark.parametrize("name", sorted(OPTIONS))
 
 
@@ -74,41 +71,6 @@ def slow_selection(
             : max(1, int(options.ratio * len(valid)))
         ]
     return [t in chosen for t in range(len(cur))]
-
-
-class Ranks:
-    """`count` threads that stand for ranks; counts the calls of each and the largest tensor that
-    one sent.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count, self.calls, self.largest = count, [0] * count, 0
-        self._barrier, self._sent = threading.Barrier(count, timeout=20), [torch.empty(0)] * count
-
-    def run(self, work: Callable[[Collective, Collective, int], Tensor]) -> list[Tensor]:
-        """What `work(reduce, gather, rank)` returns on each rank."""
-
-        def rank(number: int) -> Tensor:
-            def exchange(tensor: Tensor) -> list[Tensor]:
-                self.calls[number] += 1
-                self._sent[number] = tensor
-                self._barrier.wait()
-                received = list(self._sent)
-                self._barrier.wait()
-                return received
-
-            def reduce(tensor: Tensor) -> Tensor:
-                assert tensor.dtype == F64 and tensor.numel() < 10
-                return torch.stack(exchange(tensor)).sum(0)
-
-            def gather(tensor: Tensor) -> Tensor:
-                self.largest = max(self.largest, len(tensor))
-                return torch.cat(exchange(tensor))
-
-            return work(reduce, gather, number)
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(rank, range(self.count)))
 
 
 @by_name

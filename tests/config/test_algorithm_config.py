@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
+from pydantic.fields import FieldInfo
 
 from async_grpo.algo import advantages, importance, losses  # noqa: F401 - registers the estimators
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.algo.kl import KL_PENALTIES
-from async_grpo.config.algorithm import SECTIONS, Algorithm
+from async_grpo.config.algorithm import SECTIONS, Algorithm, RejectionRule
 from async_grpo.config.docs import settings
-from async_grpo.config.load import ConfigError, load_config
+from async_grpo.config.load import ConfigError, dump, load_config
+from async_grpo.config.resume import compare
 from tests.support.recipes import CONFIGS
 
 M2PO = [
@@ -143,8 +147,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["importance.level` is token", "gspo", "geometric"],
         ),
         (
-            [*GSPO, "algorithm.anchor=recomputed", "algorithm.rejection.level=token"],
-            ["rejection.level` is token", "gspo", "geometric"],
+            [
+                *GSPO,
+                "algorithm.anchor=recomputed",
+                "algorithm.rejection=[{score: k1, reduce: token, upper: 1}]",
+            ],
+            ["rejection` has a rule with `reduce: token`", "gspo", "sum, mean, min, max"],
         ),
         (
             [*GSPO, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
@@ -172,10 +180,31 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["importance.level` is token", "policy_loss: reinforce"],
         ),
         (
-            ["algorithm.rejection.level=geometric"],
-            ["rejection.level: geometric", "`algorithm.anchor: recomputed`"],
+            ["algorithm.rejection=[{score: w, reduce: mean, upper: 2}]"],
+            ["`algorithm.rejection`", "`algorithm.anchor: recomputed`", "the same policy"],
         ),
-        (["algorithm.rejection.lower=3"], ["rejection.lower` is 3", "below"]),
+        (
+            ["algorithm.rejection=[{score: w, reduce: mean, lower: 3, upper: 2}]"],
+            ["`lower` is 3", "below its `upper`, 2"],
+        ),
+        (["algorithm.rejection=[{score: k3, reduce: max}]"], ["score: k3", "no bound"]),
+        (
+            ["algorithm.rejection=[{score: k2, reduce: max, lower: 0.1}]"],
+            ["score: k2", "`lower`", "`upper` alone"],
+        ),
+        (
+            ["algorithm.rejection=[{score: w, reduce: min, lower: -1}]"],
+            ["score: w", "bound -1", "never below 0"],
+        ),
+        (
+            ["algorithm.rejection=[{score: k1, reduce: row}]"],
+            ["rejection.0.reduce` is", "min, max"],
+        ),
+        (
+            ["algorithm.rejection=[{score: k1, reduce: max, level: 1}]"],
+            ["rejection.0.level` is not a setting", "score (one of w, k1"],
+        ),
+        (["algorithm.rejection.lower=3"], ["rejection` is", "a list, each a mapping with score"]),
         (["algorithm.clip_cov={lower: 2, upper: 1}"], ["clip_cov.lower` is 2", "below"]),
         (["algorithm.use_kl_loss=true", KL_REWARD], ["use_kl_loss", "add_token_level_kl", "twice"]),
         (
@@ -276,7 +305,8 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             *GSPO,
             "algorithm.anchor=recomputed",
             "algorithm.importance.level=sequence",
-            "algorithm.rejection.level=geometric",
+            "algorithm.rejection=[{score: k2, reduce: mean, upper: 1}, {score: w, reduce: min, "
+            "lower: 1e-4}]",
         ],
         [
             *GSPO,
@@ -305,6 +335,30 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
 )
 def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
     load_config(base, overrides)
+
+
+@pytest.mark.parametrize(
+    ("older", "rules"),
+    [
+        ("{}", []),
+        ("{level: none, lower: 0.5, upper: 2.0}", []),
+        ("{level: token, lower: 0.9}", [("w", "token", 0.9, 2.0)]),
+        ("{level: sequence, upper: 3}", [("w", "sum", 0.5, 3.0)]),
+        ("{level: geometric}", [("w", "mean", 0.5, 2.0)]),
+    ],
+)
+def test_the_one_rejection_of_older_files_is_a_rule(
+    older: str, rules: list[tuple[object, ...]], base: Path
+) -> None:
+    file = base.parent / "older.yaml"
+    file.write_text(base.read_text() + f"algorithm: {{anchor: recomputed, rejection: {older}}}\n")
+    config = load_config(file)
+    assert [tuple(rule.model_dump().values()) for rule in config.algorithm.rejection] == rules
+    saved = config.model_dump(mode="json")
+    saved["algorithm"]["rejection"] = yaml.safe_load(older)
+    assert not compare(saved, config).all
+    file.write_text(dump(config))
+    assert load_config(file) == config
 
 
 def test_names_and_facts_are_those_of_the_mathematics() -> None:
@@ -352,10 +406,16 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     responses = POLICY_LOSSES.where(lambda traits: traits.response_ratio)
     assert responses == {"gspo", "gspo_token", "gmpo"}
     assert responses <= POLICY_LOSSES.where(lambda traits: traits.rows)
+    scores, reductions = (set(get_args(one.annotation)) for one in _rule_fields("score", "reduce"))
+    assert scores == set(importance.SCORES) and reductions == set(importance.REDUCTIONS)
     assert listed("importance.mode") == set(importance.IMPORTANCE)
     assert listed("loss_agg_mode") == set(AGGREGATIONS)
     assert listed("kl_loss_type") | listed("kl_ctrl.kl_type") <= set(KL_PENALTIES)
     assert listed("clip_schedule.kind") == set(losses.CLIP_SCHEDULES)
+
+
+def _rule_fields(*names: str) -> list[FieldInfo]:
+    return [RejectionRule.model_fields[name] for name in names]
 
 
 def test_the_constants_of_single_losses_have_one_value() -> None:

@@ -43,10 +43,6 @@ CASES = {
         "algorithm.importance.level",
         [RECOMPUTED, "algorithm.importance.level=token"],
     ),
-    "algorithm.rejection.lower=0.1": (
-        "algorithm.rejection.level",
-        [RECOMPUTED, "algorithm.rejection.level=token"],
-    ),
     "algorithm.sapo.tau_pos=2": ("algorithm.policy_loss", ["algorithm.policy_loss=sapo"]),
     "algorithm.m2po.budget=1": (
         "algorithm.policy_loss",

@@ -5,136 +5,24 @@ same for any split and row order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from async_grpo.algo.aggregation import AGGREGATIONS, row_weights
+from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
-from async_grpo.config.algorithm import Algorithm
-from async_grpo.config.schema import Config
+from async_grpo.batching import PlanRow, RankPlan, RowValue
 from async_grpo.errors import StalenessError
-from async_grpo.learner.rows import LearnerRow, TokenBatch, decode_rows, token_batch
+from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames
 from tests.support.frames import frame_of, make_group
+from tests.support.token_case import CPU, Alone, config_of, gradient, make_rows, splits
 
 CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
-CPU = torch.device("cpu")
-LENGTHS = [5, 1, 9, 3, 7, 4, 6, 2]
-"""Two groups of four rows."""
-
-
-class Alone:
-    """The collectives of a single rank."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-def config_of(**algorithm: Any) -> Config:
-    """A configuration with these settings of the algorithm; pairs that a user may not combine are
-    admitted here.
-    """
-    config = Config.model_validate({"run": {"total_steps": 3}, "model": {"path": "m"}})
-    return config.model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
-
-
-def make_rows(seed: int = 0) -> dict[RowKey, LearnerRow]:
-    rng = np.random.default_rng(seed)
-    rows = {}
-    for index, length in enumerate(LENGTHS):
-        behavior = -rng.gamma(2, 0.5, length)
-        rows[10 + index // 4, index % 4] = LearnerRow(
-            prompt=np.zeros(2, np.int32),
-            response=np.zeros(length, np.int32),
-            sampled=np.arange(length),
-            behavior=behavior.astype(np.float32),
-            lag=np.sort(rng.integers(0, 4, length))[::-1].copy(),
-            anchor=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
-            reference=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
-        )
-    return rows
-
-
-def logprobs_of(batch: TokenBatch, rows: dict[RowKey, LearnerRow], theta: Tensor) -> Tensor:
-    """Log-probs that depend on shared parameters and on which token it is, not on its place in the
-    pack or its row.
-    """
-    group, row, _ = batch.identity.double().unbind(-1)
-    token = 50 * batch.behavior.double()
-    features = torch.stack(
-        [torch.sin(group + 2 * row), torch.cos(1 + row * token), torch.sin(token)], -1
-    )
-    return batch.behavior.double() + 0.5 * torch.tanh(features @ theta)
-
-
-def gradient(
-    config: Config,
-    rows: dict[RowKey, LearnerRow],
-    split: Sequence[Sequence[RowKey]],
-    *,
-    counted: dict[RowKey, LearnerRow] | None = None,
-    metrics: MetricSums | None = None,
-) -> tuple[float, Tensor]:
-    """Loss and gradient of one update, its rows cut into these micro-batches. The divisors are
-    those of `counted`.
-    """
-    math = TokenMath(config, Alone())
-    keys = sorted(counted or rows)
-    values = {
-        key: RowValue(float(value))
-        for key, value in zip(keys, [1.0, -0.5, 0.7, -1.2, 2.0, -2.0, 0.4, -0.4], strict=True)
-    }
-    math.assign(rows, owned=rows, values=values, kl_coef=0.0)
-    weights = row_weights(
-        config.algorithm.loss_agg_mode,
-        [len((counted or rows)[key].lag) for key in keys],
-        max_response_length=16,
-        group_index=[key[0] for key in keys],
-    )
-    planned = {
-        key: PlanRow(*key, 2, len(rows[key].lag), weight, len(rows[key].lag))
-        for key, weight in zip(keys, weights, strict=True)
-        if key in rows
-    }
-    theta = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
-    batches = [
-        token_batch([planned[key] for key in part], [rows[key] for key in part], CPU)
-        for part in split
-    ]
-    selections: list[Tensor | None] = [None] * len(batches)
-    if math.selects:
-        selections = math.select(
-            3, batches, [logprobs_of(batch, rows, theta).detach() for batch in batches]
-        )
-    total = torch.zeros((), dtype=torch.float64)
-    for batch, selection in zip(batches, selections, strict=True):
-        logprobs = logprobs_of(batch, rows, theta)
-        total = total + math.loss(
-            batch, logprobs, -logprobs.exp(), selection=selection, metrics=metrics or MetricSums()
-        )
-    return float(total.detach()), torch.autograd.grad(total, theta)[0]
-
-
-def splits(keys: list[RowKey]) -> list[list[list[RowKey]]]:
-    """Row by row, uneven parts, an empty part, and shuffled rows."""
-    shuffled = [keys[k] for k in np.random.default_rng(1).permutation(len(keys))]
-    return [
-        [[key] for key in keys],
-        [keys[:1], keys[1:6], [], keys[6:]],
-        [shuffled[5:], shuffled[:5]],
-        [keys[::-1]],
-    ]
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))

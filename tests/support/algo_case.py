@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,6 +65,20 @@ def slow_factor(lag: int, clip: Clip) -> float:
         "exponential": clip.rate**lag,
     }[clip.kind]
     return max(factor, clip.floor)
+
+
+def slow_score(log_w: list[float], score: str, reduce: str) -> float:
+    """The score of a response from log w of its tokens."""
+    if score == "w" and reduce in ("sum", "mean"):
+        return math.exp(sum(log_w) / (len(log_w) if reduce == "mean" else 1))
+    scores = {
+        "w": [math.exp(x) for x in log_w],
+        "k1": [-x for x in log_w],
+        "k2": [x * x / 2 for x in log_w],
+        "k3": [math.exp(x) - 1 - x for x in log_w],
+    }[score]
+    mean = sum(scores) / len(scores)
+    return {"sum": sum(scores), "mean": mean, "min": min(scores), "max": max(scores)}[reduce]
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:

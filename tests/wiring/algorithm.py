@@ -157,7 +157,7 @@ KL_COV = {"policy_loss": "kl_cov", "kl_cov.ratio": 0.5}
 M2PO = {"policy_loss": "m2po", "clip_ratio_low": 0.3, "clip_ratio_high": 0.5}
 HARMONIC = {"clip_schedule.kind": "harmonic"}
 WEIGHED = {"anchor": "recomputed", "importance.level": "token"}
-REJECTED = {"anchor": "recomputed", "rejection.level": "token"}
+RECOMPUTED = {"anchor": "recomputed"}
 
 TABLE: list[tuple[Any, ...]] = [
     ("adv_estimator", "rloo"),
@@ -210,9 +210,9 @@ TABLE: list[tuple[Any, ...]] = [
     ("importance.mode", "mask", {**WEIGHED, "importance.upper": 1.2}),
     ("importance.lower", 0.9, WEIGHED),
     ("importance.upper", 1.2, WEIGHED),
-    ("rejection.level", "token", {"anchor": "recomputed", "rejection.lower": 0.9}),
-    ("rejection.lower", 0.9, REJECTED),
-    ("rejection.upper", 1.1, REJECTED),
+    ("rejection", [{"score": "w", "reduce": "token", "lower": 0.9}], RECOMPUTED),
+    ("rejection", [{"score": "k3", "reduce": "max", "upper": 0.2}], RECOMPUTED),
+    ("rejection", [{"score": "k1", "reduce": "mean", "lower": -0.1}], RECOMPUTED),
     ("opsm_delta", 0.1),
     ("loss_agg_mode", "seq-mean-token-sum"),
     ("use_kl_loss", True, {"kl_loss_coef": 0.1}),

@@ -1,0 +1,91 @@
+"""What weighs, leaves out and penalises single tokens: against slow loops over them, in value and
+gradient, for any split into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_grpo.batching import RowKey
+from async_grpo.learner.rows import LearnerRow
+from tests.support.algo_case import slow_score
+from tests.support.token_case import (
+    Token,
+    config_of,
+    gradient,
+    make_rows,
+    over_ranks,
+    parameters,
+    slow_tokens,
+    splits,
+)
+
+Slow = Callable[[dict[RowKey, list[Token]]], Tensor]
+"""The loss of an optimizer step from the tokens of its rows."""
+
+
+def agree(slow: Slow, rows: dict[RowKey, LearnerRow] | None = None, **algorithm: Any) -> None:
+    """The product's loss and gradient are those of the slow loop, however rows are dealt out."""
+    rows, theta = make_rows() if rows is None else rows, parameters()
+    config, loss = config_of(**algorithm), slow(slow_tokens(rows, theta))
+    wanted = torch.autograd.grad(loss, theta)[0]
+    assert wanted.abs().max() > 1e-4
+    keys = sorted(rows)
+    found = [gradient(config, rows, split) for split in splits(keys)]
+    found += [
+        over_ranks(config, rows, parts)
+        for parts in (
+            [[keys[:3], keys[3:4]], [keys[4:]]],
+            [[keys[1::2]], [[]], [keys[0:1], keys[2::2]]],
+        )
+    ]
+    for value, got in found:
+        assert value == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-8)
+
+
+def total(terms: list[Tensor]) -> Tensor:
+    return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("w", "sum", 0.8, 1.3)],
+        [("k1", "token", -0.12, 0.12), ("k3", "max", None, 0.04)],
+        [("w", "min", 0.85, None), ("w", "max", None, 1.2)],
+        [("k2", "mean", None, 0.006), ("k1", "mean", -0.05, None)],
+    ],
+)
+def test_rejection_is_the_slow_loop(rules: list[tuple[Any, ...]]) -> None:
+    """Rejected tokens and rows leave the numerator only."""
+    counts: list[float] = []
+
+    def inside(row: list[Token], token: Token) -> bool:
+        for score, reduce, lower, upper in rules:
+            chosen = [token.log_w] if reduce == "token" else [one.log_w for one in row]
+            s = slow_score(chosen, score, reduce.replace("token", "sum"))
+            if (lower is not None and s < lower) or (upper is not None and s > upper):
+                return False
+        return True
+
+    def slow(rows: dict[RowKey, list[Token]]) -> Tensor:
+        kept = [[inside(row, token) for token in row] for row in rows.values()]
+        counts.append(sum(map(sum, kept)))
+        terms = [
+            token.clipped(token.ratio) * float(one)
+            for row, flags in zip(rows.values(), kept, strict=True)
+            for token, one in zip(row, flags, strict=True)
+        ]
+        return total(terms) / len(terms)
+
+    names = ("score", "reduce", "lower", "upper")
+    agree(
+        slow, anchor="recomputed", rejection=[dict(zip(names, rule, strict=True)) for rule in rules]
+    )
+    assert 0 < counts[0] < 37, "some are rejected, some are not"
