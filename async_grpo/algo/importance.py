@@ -105,6 +105,34 @@ def importance_weights(
 
 
 @torch.no_grad()
+def weight_sums(
+    weights: Tensor, loss_mask: Tensor, *, level: str, row_index: Tensor | None = None
+) -> Tensor:
+    """Sum and number of the importance weights of a part of a step, [2] float64: of unmasked tokens
+    at level "token", else of rows with such tokens, each with the mean of its own. Add up all parts
+    and ranks; the mean is what `normalized_weights` divides by. Raises ValueError for a shape
+    mismatch, or packed rows without `row_index`.
+    """
+    check_shapes(weights, loss_mask=loss_mask)
+    valid = loss_mask != 0
+    shares = valid.double()
+    if level != "token":
+        shares = shares / row_sums(shares, row_index).clamp(min=1)
+    return torch.stack([(torch.where(valid, weights.double(), 0) * shares).sum(), shares.sum()])
+
+
+@torch.no_grad()
+def normalized_weights(weights: Tensor, loss_mask: Tensor, sums: Tensor) -> Tensor:
+    """Divide importance weights by their mean over a whole step, from the total of `weight_sums`; 1
+    on masked entries. A weight may then exceed the bound that truncation gave it. Weights that are
+    all 0 stay 0.
+    """
+    mean = sums[0] / sums[1].clamp(min=1)
+    divided = weights / torch.where(mean > 0, mean, 1).to(weights.dtype)
+    return torch.where(loss_mask != 0, divided, 1)
+
+
+@torch.no_grad()
 def rejection_mask(
     anchor_logprobs: Tensor,
     behavior_logprobs: Tensor,

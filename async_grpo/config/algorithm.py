@@ -74,6 +74,10 @@ class Importance(Section):
     """Smallest weight that is neither clamped nor masked."""
     upper: Above0 = 2.0
     """Largest weight that is neither clamped nor masked."""
+    normalize: bool = False
+    """Divide the weights, after `mode`, by their mean over all tokens (other levels: responses) of
+    the optimizer step; a weight may then exceed `upper`.
+    """
 
 
 class RejectionRule(Section):

@@ -43,7 +43,7 @@ from async_grpo.learner.rows import (
     learning_rate,
     token_batch,
 )
-from async_grpo.learner.token_math import TokenMath, compare_sampler
+from async_grpo.learner.token_math import TokenMath, UpdateFacts, compare_sampler
 from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
@@ -324,20 +324,19 @@ class Learner:
         self._plan, self._rows = None, {}
         return self._metrics.to_wire()
 
-    def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
-        """Select tokens by statistics of the whole update, per micro-batch, without gradient."""
+    def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[UpdateFacts]:
+        """Find what the whole update says about each micro-batch, without gradient."""
         with torch.no_grad(), Stopwatch() as watch:
-            passes = [
-                self._forward(one, with_entropy=False)
-                for one in ahead(self._prepare, micro_batches, device=self._torch_device)
-            ]
-            selections = self._math.select(
-                self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes]
-            )
+            batches, logprobs = [], []
+            for ready in ahead(self._prepare, micro_batches, device=self._torch_device):
+                batches.append(ready.batch)
+                if self._math.selects_by_policy:
+                    logprobs.append(self._forward(ready, with_entropy=False).logprobs)
+            selections = self._math.select(self._plan.step, batches, logprobs or None)
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 
-    def _loss(self, ready: Prepared, selection: Tensor | None, *, unmoved: bool) -> Tensor:
+    def _loss(self, ready: Prepared, selection: UpdateFacts | None, *, unmoved: bool) -> Tensor:
         """Return this rank's share of a micro-batch's loss. unmoved: the weights are the step's
         first.
         """

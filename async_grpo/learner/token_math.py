@@ -6,8 +6,8 @@ per micro-batch:
     reward_kl   token KL of every row, its sum goes to the driver                      (only with
                 add_token_level_kl)
     assign      row values -> advantage per token: the row's own, or returns -> whitened -> clipped
-    select      tokens chosen by statistics of the whole update, after a pass without gradient (only
-                clip_cov, kl_cov, m2po)
+    select      what statistics of the whole update say, after a pass without gradient where they
+                depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize)
     loss        policy loss x off-policy weights + KL penalty - entropy bonus, summed with the
                 tokens' loss weights
 
@@ -18,6 +18,7 @@ rank calls the collective parts equally often.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,8 +30,10 @@ from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES, import_plugins
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
+    normalized_weights,
     opsm_mask,
     rejection_mask,
+    weight_sums,
 )
 from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import Clip, policy_loss
@@ -40,6 +43,17 @@ from async_grpo.batching import RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow, TokenBatch
 from async_grpo.learner.zero import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFacts:
+    """What statistics of the whole update say about the tokens of a micro-batch, where they are
+    used: `by_loss` is what the policy loss selects (`select_tokens`), and `weight_sums` the sum and
+    number of all importance weights.
+    """
+
+    by_loss: Tensor | None = None
+    weight_sums: Tensor | None = None
 
 
 class TokenMath:
@@ -54,8 +68,12 @@ class TokenMath:
         self._loss = POLICY_LOSSES.require(algorithm.policy_loss)
         self._clip, self._options = _clip(config), algorithm.constants(algorithm.policy_loss)
         self._importance_options = algorithm.constants(algorithm.importance.mode)
-        self.selects = bool(self._loss.selects)
+        self._normalizes = algorithm.importance.level != "none" and algorithm.importance.normalize
+        self.selects = bool(self._loss.selects) or self._normalizes
         """Whether `loss` needs the result of `select`."""
+        moving = self._loss.ratio_free or algorithm.anchor == "interpolated"
+        self.selects_by_policy = bool(self._loss.selects) or (self._normalizes and moving)
+        """Whether `select` needs the current policy's log-probs."""
 
     def reward_kl(self, row: LearnerRow) -> float:
         """Compute and keep the row's token KL, of the recomputed policy if any; its sum."""
@@ -117,9 +135,38 @@ class TokenMath:
             row.advantages = advantage[: len(row.lag)].astype(np.float32)
 
     def select(
+        self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor] | None
+    ) -> list[UpdateFacts]:
+        """Find what the whole update says about each micro-batch, from log-probs without gradient
+        (None where `selects_by_policy` is false). Collective.
+        """
+        sums = self._weight_sums(batches, logprobs) if self._normalizes else None
+        chosen: Sequence[Tensor | None] = [None] * len(batches)
+        if self._loss.selects:
+            assert logprobs is not None, "`selects_by_policy` holds"
+            chosen = self._select_by_loss(step, batches, logprobs)
+        return [UpdateFacts(by_loss=one, weight_sums=sums) for one in chosen]
+
+    def _weight_sums(
+        self, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor] | None
+    ) -> Tensor:
+        """Add up the importance weights of the update, over all ranks."""
+        currents = [batch.anchor for batch in batches] if logprobs is None else logprobs
+        parts = [
+            weight_sums(
+                self._importance(batch, self._policy(batch, current)),
+                batch.trained,
+                level=self._algorithm.importance.level,
+                row_index=batch.row_index,
+            )
+            for batch, current in zip(batches, currents, strict=True)
+        ]
+        return self._collectives.sum(torch.stack(parts).sum(0))
+
+    def _select_by_loss(
         self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Select each micro-batch's tokens from log-probs without gradient. Collective."""
+        """Select what the policy loss wants."""
         whole = TokenBatch.joined(batches)
         group_ids, rows, positions = whole.identity.unbind(-1)
         current = torch.cat(list(logprobs))
@@ -144,12 +191,13 @@ class TokenMath:
         logprobs: Tensor,
         entropy: Tensor,
         *,
-        selection: Tensor | None,
+        selection: UpdateFacts | None,
         metrics: MetricSums | None,
     ) -> Tensor:
         """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`."""
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
-        weights, kept = self._weights(batch, logprobs.detach(), anchor)
+        weights, kept = self._weights(batch, logprobs.detach())
+        selection = selection or UpdateFacts()
         token_loss, diagnostics = policy_loss(
             algorithm.policy_loss,
             logprobs,
@@ -160,9 +208,9 @@ class TokenMath:
             staleness=batch.lag,
             clip=self._clip,
             row_index=batch.row_index,
-            selection=selection,
+            selection=selection.by_loss,
             options=self._options,
-            weights=weights if kept is None else kept if weights is None else weights * kept,
+            weights=self._applied(batch, weights, kept, selection),
         )
         kl = None
         if batch.reference is not None and algorithm.use_kl_loss:
@@ -201,29 +249,48 @@ class TokenMath:
             return interpolated_anchor(logprobs, batch.behavior, batch.lag)
         return batch.anchor
 
-    def _weights(
-        self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return importance weights, and which tokens are kept (0 or 1). A loss without ratio is
-        weighed by the current policy's own.
+    def _policy(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+        """Return the policy that is compared with the one that sampled: the anchor's, or the
+        current one for a loss without ratio.
         """
-        algorithm = self._algorithm
-        importance = algorithm.importance
-        policy = logprobs if self._loss.ratio_free else anchor
+        return logprobs if self._loss.ratio_free else self._anchor(batch, logprobs)
+
+    def _importance(self, batch: TokenBatch, policy: Tensor) -> Tensor:
+        """Return the importance weights, as their mode leaves them."""
+        importance = self._algorithm.importance
+        return importance_weights(
+            policy,
+            batch.behavior,
+            batch.trained,
+            level=importance.level,
+            mode=importance.mode,
+            lower=importance.lower,
+            upper=importance.upper,
+            row_index=batch.row_index,
+            staleness=batch.lag,
+            options=self._importance_options,
+        )
+
+    def _applied(
+        self, batch: TokenBatch, weights: Tensor | None, kept: Tensor | None, selection: UpdateFacts
+    ) -> Tensor | None:
+        """Return what the policy loss of each token is multiplied by, None for nothing."""
+        if weights is not None and selection.weight_sums is not None:
+            weights = normalized_weights(weights, batch.trained, selection.weight_sums)
+        applied = None
+        for one in (weights, kept):
+            if one is not None:
+                applied = one if applied is None else applied * one
+        return applied
+
+    def _weights(self, batch: TokenBatch, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return importance weights before they are normalised, and which tokens are kept (0 or
+        1).
+        """
+        algorithm, policy = self._algorithm, self._policy(batch, logprobs)
         weights = kept = None
-        if importance.level != "none":
-            weights = importance_weights(
-                policy,
-                batch.behavior,
-                batch.trained,
-                level=importance.level,
-                mode=importance.mode,
-                lower=importance.lower,
-                upper=importance.upper,
-                row_index=batch.row_index,
-                staleness=batch.lag,
-                options=self._importance_options,
-            )
+        if algorithm.importance.level != "none":
+            weights = self._importance(batch, policy)
         for rule in algorithm.rejection:
             inside = rejection_mask(
                 policy,

@@ -17,8 +17,10 @@ from async_grpo.algo.aggregation import AGGREGATIONS, aggregate_loss, row_weight
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
+    normalized_weights,
     opsm_mask,
     rejection_mask,
+    weight_sums,
 )
 from async_grpo.algo.kl import KL_PENALTIES, AdaptiveKL, kl_penalty
 from tests.support.algo_case import (
@@ -173,6 +175,33 @@ def test_extreme_ratios_are_rejected_and_nothing_is_not() -> None:
         rule = {"score": score, "reduce": reduce, "lower": lower, "upper": upper}
         got = rejection_mask(anchor, behavior, mask, **rule)
         assert got[:, 0].tolist() == kept and got.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@given(seed=seeds, junk=st.sampled_from(JUNK))
+@settings(max_examples=10)
+def test_normalized_weights_have_mean_one(level: str, seed: int, junk: float) -> None:
+    """Over tokens, or over rows with tokens, from the sums of two parts."""
+    case = tokens(seed, 4, 5)
+    mask, weights = case["loss_mask"].clone(), case["advantages"].abs() * 3
+    mask[1] = 0
+    if level != "token":
+        weights = weights[:, :1].expand(4, 5)
+    dirty = torch.where(mask != 0, weights, junk)
+    sums = sum(weight_sums(dirty[rows], mask[rows], level=level) for rows in ([0, 1], [2, 3]))
+    got = normalized_weights(dirty, mask, sums)
+    kept = [(i, t) for i in range(4) for t in range(5) if mask[i, t]]
+    rows = {i for i, _ in kept}
+    counted = kept if level == "token" else [next(at for at in kept if at[0] == i) for i in rows]
+    mean = sum(float(weights[at]) for at in counted) / max(len(counted), 1)
+    for i in range(4):
+        for t in range(5):
+            wanted = float(weights[i, t]) / mean if mask[i, t] else 1.0
+            assert float(got[i, t]) == pytest.approx(wanted)
+    index = torch.arange(4).repeat_interleave(5)
+    packed = weight_sums(dirty.reshape(-1), mask.reshape(-1), level=level, row_index=index)
+    close(packed, sums)
+    close(normalized_weights(0 * weights, mask, 0 * sums), (mask == 0).double())
 
 
 @given(seed=seeds, delta=st.floats(0, 0.3), junk=st.sampled_from(JUNK))

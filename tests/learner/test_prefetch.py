@@ -151,7 +151,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"importance": {"level": "none"}, "anchor": "behavior", "use_kl_loss": False},
     "every term": {},
     "rejection": {
-        "rejection": {"level": "geometric", "lower": 0.5, "upper": 2.0},
+        "importance": {"level": "sequence", "normalize": True},
+        "rejection": [
+            {"score": "w", "reduce": "mean", "lower": 0.5},
+            {"score": "k3", "reduce": "max", "upper": 2.0},
+        ],
         "opsm_delta": 0.1,
     },
 }

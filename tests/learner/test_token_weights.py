@@ -4,6 +4,7 @@ gradient, for any split into micro-batches and ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,61 @@ def test_rejection_is_the_slow_loop(rules: list[tuple[Any, ...]]) -> None:
         slow, anchor="recomputed", rejection=[dict(zip(names, rule, strict=True)) for rule in rules]
     )
     assert 0 < counts[0] < 37, "some are rejected, some are not"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("source", ["recomputed", "interpolated", "reinforce"])
+def test_normalized_importance_is_the_slow_loop(level: str, source: str) -> None:
+    """Weights divided by their mean over the tokens or rows of the whole step, after truncation;
+    rejection does not change that mean.
+    """
+    upper = {"token": 1.15, "sequence": 1.1, "geometric": 1.01}[level]
+    mode, lower = ("mask", 0.5) if level == "token" else ("truncate", 0.0)
+    rows, largest = make_rows(), [0.0]
+    lags = {key: row.lag.tolist() for key, row in rows.items()}
+
+    def log_w(key: RowKey, t: int, token: Token) -> float:
+        if source == "recomputed":
+            return token.log_w
+        current, lag = float(token.current.detach()), lags[key][t]
+        return (current - token.behavior) * (
+            1 if source == "reinforce" else max(lag - 1, 0) / max(lag, 1)
+        )
+
+    def slow(found: dict[RowKey, list[Token]]) -> Tensor:
+        logs = {
+            key: [log_w(key, t, token) for t, token in enumerate(row)] for key, row in found.items()
+        }
+        weights = {}
+        for key, row in logs.items():
+            joint = sum(row) / (len(row) if level == "geometric" else 1)
+            ratios = [math.exp(one if level == "token" else joint) for one in row]
+            weights[key] = [
+                min(w, upper) if mode == "truncate" else w * (lower <= w <= upper) for w in ratios
+            ]
+        every = [w for row in weights.values() for w in (row if level == "token" else row[:1])]
+        mean = sum(every) / len(every)
+        largest[0] = max(every) / mean
+        terms = []
+        for key, row in found.items():
+            for token, w, x in zip(row, weights[key], logs[key], strict=True):
+                if source == "reinforce":
+                    term = -token.advantage * token.current
+                else:
+                    anchor = token.behavior + x if source == "interpolated" else token.anchor
+                    term = token.clipped((token.current - anchor).exp())
+                terms.append(term * w / mean * (-x >= -0.3))
+        return total(terms) / len(terms)
+
+    importance = {"level": level, "mode": mode, "lower": lower, "upper": upper, "normalize": True}
+    settings: dict[str, Any] = {"anchor": source}
+    if source == "reinforce":
+        settings = {"policy_loss": "reinforce"}
+    agree(
+        slow,
+        rows,
+        importance=importance,
+        rejection=[{"score": "k1", "reduce": "token", "lower": -0.3}],
+        **settings,
+    )
+    assert largest[0] > upper, "a weight exceeds the cap"

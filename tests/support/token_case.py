@@ -17,7 +17,7 @@ from async_grpo.batching import PlanRow, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow, TokenBatch, token_batch
-from async_grpo.learner.token_math import TokenMath
+from async_grpo.learner.token_math import TokenMath, UpdateFacts
 from tests.support.thread_ranks import Collective, Ranks
 
 CPU = torch.device("cpu")
@@ -115,11 +115,10 @@ def gradient(
         token_batch([planned[key] for key in part], [rows[key] for key in part], CPU)
         for part in split
     ]
-    selections: list[Tensor | None] = [None] * len(batches)
+    selections: list[UpdateFacts | None] = [None] * len(batches)
     if math.selects:
-        selections = math.select(
-            3, batches, [logprobs_of(batch, rows, theta).detach() for batch in batches]
-        )
+        now = [logprobs_of(batch, rows, theta).detach() for batch in batches]
+        selections = math.select(3, batches, now if math.selects_by_policy else None)
     total = torch.zeros((), dtype=torch.float64)
     for batch, selection in zip(batches, selections, strict=True):
         logprobs = logprobs_of(batch, rows, theta)

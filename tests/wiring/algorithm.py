@@ -15,7 +15,7 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RankPlan, RowKey
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
-from async_grpo.learner.token_math import TokenMath
+from async_grpo.learner.token_math import TokenMath, UpdateFacts
 from async_grpo.planning import RowMath
 from async_grpo.wire.codec import (
     Batch,
@@ -113,9 +113,10 @@ def _update(math: TokenMath, step: int, update: Any, rows: dict[Any, LearnerRow]
     for batch in batches:
         wave = torch.sin(batch.identity.double() @ torch.tensor([1.0, 5.0, 2.3]).double() + step)
         currents.append((batch.behavior.double() + wave).clamp(max=0).requires_grad_())
-    selections: list[Tensor | None] = [None] * len(batches)
+    selections: list[UpdateFacts | None] = [None] * len(batches)
     if math.selects:
-        selections = math.select(step, batches, [current.detach() for current in currents])
+        now = [current.detach() for current in currents]
+        selections = math.select(step, batches, now if math.selects_by_policy else None)
     seen = []
     for part, batch, current, selection in zip(parts, batches, currents, selections, strict=True):
         loss = math.loss(batch, current, -current.exp(), selection=selection, metrics=MetricSums())
@@ -210,6 +211,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("importance.mode", "mask", {**WEIGHED, "importance.upper": 1.2}),
     ("importance.lower", 0.9, WEIGHED),
     ("importance.upper", 1.2, WEIGHED),
+    ("importance.normalize", True, WEIGHED),
     ("rejection", [{"score": "w", "reduce": "token", "lower": 0.9}], RECOMPUTED),
     ("rejection", [{"score": "k3", "reduce": "max", "upper": 0.2}], RECOMPUTED),
     ("rejection", [{"score": "k1", "reduce": "mean", "lower": -0.1}], RECOMPUTED),
