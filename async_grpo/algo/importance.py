@@ -22,7 +22,7 @@ from async_grpo.algo.losses import bounded_exp
 from async_grpo.algo.rows import check_shapes, row_extremes, row_means, row_sums
 
 LEVELS = ("none", "token", "sequence", "geometric")
-SCORES = ("w", "k1", "k2", "k3")
+SCORES = ("w", "k1", "k2", "k3", "difference")
 """What a rejection compares with its bounds."""
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "token": lambda values, valid, rows: values,
@@ -148,10 +148,11 @@ def rejection_mask(
     Multiply it into the weights of the loss.
 
     `score` per token, with x = anchor - behavior: "w" exp(x), "k1" -x, "k2" x^2 / 2, "k3" w - 1 -
-    x. `reduce`: "token" looks at every token for itself; "sum", "mean", "min" and "max" of a row's
-    unmasked tokens decide over the whole row. Sum and mean of "w" are of its logarithm: the product
-    and the geometric mean. Raises ValueError for an unknown score or reduction, an empty interval,
-    a shape mismatch, or packed rows without `row_index`.
+    x, "difference" exp(anchor) - exp(behavior), of probabilities. `reduce`: "token" looks at every
+    token for itself; "sum", "mean", "min" and "max" of a row's unmasked tokens decide over the
+    whole row. Sum and mean of "w" are of its logarithm: the product and the geometric mean. Raises
+    ValueError for an unknown score or reduction, an empty interval, a shape mismatch, or packed
+    rows without `row_index`.
     """
     if score not in SCORES or reduce not in REDUCTIONS:
         raise ValueError(
@@ -164,6 +165,12 @@ def rejection_mask(
     reduced = REDUCTIONS[reduce]
     if score == "w":  # exp grows: of all reductions of the logarithm only sum and mean differ
         found = bounded_exp(reduced(log_ratio, valid, row_index))
+    elif score == "difference":
+        now, then = (
+            torch.where(valid, logprobs.double(), 0).clamp(max=0).exp()
+            for logprobs in (anchor_logprobs, behavior_logprobs)
+        )
+        found = reduced(now - then, valid, row_index)
     else:
         scores = kl_penalty(-log_ratio, torch.zeros_like(log_ratio), score)
         found = reduced(scores, valid, row_index)

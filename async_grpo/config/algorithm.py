@@ -83,9 +83,9 @@ class Importance(Section):
 class RejectionRule(Section):
     """Keep tokens or responses whose score of anchor against behaviour is within bounds."""
 
-    score: Literal["w", "k1", "k2", "k3"]
+    score: Literal["w", "k1", "k2", "k3", "difference"]
     """Score of a token by w, its ratio of anchor to behaviour policy: w itself, -log w, (log w)^2 /
-    2, or w - 1 - log w.
+    2, or w - 1 - log w; or the difference of both probabilities.
     """
     reduce: Literal["token", "sum", "mean", "min", "max"]
     """Judge each token, or the whole response by the sum, mean, smallest or largest score of its
@@ -210,9 +210,9 @@ class Algorithm(Section):
     importance: Importance = Importance()
     rejection: Annotated[list[RejectionRule], BeforeValidator(rejection_rules)] = Field([])
     """Leave out tokens or responses that one of these rules does not keep: by the ratio w of anchor
-    to behaviour policy (`score: w`), -log w (k1), (log w)^2 / 2 (k2) or w - 1 - log w (k3), of each
-    `token`, or of the response by `reduce` over its tokens (sum and mean of w: product and
-    geometric mean).
+    to behaviour policy (`score: w`), -log w (k1), (log w)^2 / 2 (k2) or w - 1 - log w (k3), or the
+    `difference` of both probabilities, of each `token`, or of the response by `reduce` over its
+    tokens (sum and mean of w: product and geometric mean).
     """
     opsm_delta: AtLeast0 | None = None
     """Leave out responses with a negative advantage whose mean log-prob has fallen by more than

@@ -224,7 +224,7 @@ def _rejection(config: Config, _: Known) -> Iterator[str]:
                 "distance, 0 where anchor and behaviour agree: give `upper` alone."
             )
         bounds = [bound for bound in (lower, upper) if bound is not None]
-        if rule.score != "k1" and any(bound < 0 for bound in bounds):
+        if rule.score in ("w", "k2", "k3") and any(bound < 0 for bound in bounds):
             yield (
                 f"`algorithm.rejection` has a rule with {name} and the bound {min(bounds):g}, but "
                 "the score is never below 0."

@@ -40,7 +40,7 @@ ANSWERS = (
         "ROLL",
         "train_infer_correction*",
         f"{_SETS}: weights between engine and learner; its filters are rules of "
-        "`algorithm.rejection`",
+        "`algorithm.rejection`: `score: w` for the ratio, `difference` for that of probabilities",
     ),
     Answer(
         "ROLL",

@@ -306,7 +306,7 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             "algorithm.anchor=recomputed",
             "algorithm.importance.level=sequence",
             "algorithm.rejection=[{score: k2, reduce: mean, upper: 1}, {score: w, reduce: min, "
-            "lower: 1e-4}]",
+            "lower: 1e-4}, {score: difference, reduce: max, lower: -0.2, upper: 0.2}]",
         ],
         [
             *GSPO,

@@ -60,6 +60,7 @@ def total(terms: list[Tensor]) -> Tensor:
         [("w", "sum", 0.8, 1.3)],
         [("k1", "token", -0.12, 0.12), ("k3", "max", None, 0.04)],
         [("w", "min", 0.85, None), ("w", "max", None, 1.2)],
+        [("difference", "token", -0.02, 0.03)],
         [("k2", "mean", None, 0.006), ("k1", "mean", -0.05, None)],
     ],
 )
@@ -69,7 +70,7 @@ def test_rejection_is_the_slow_loop(rules: list[tuple[Any, ...]]) -> None:
 
     def inside(row: list[Token], token: Token) -> bool:
         for score, reduce, lower, upper in rules:
-            chosen = [token.log_w] if reduce == "token" else [one.log_w for one in row]
+            chosen = [token.pair] if reduce == "token" else [one.pair for one in row]
             s = slow_score(chosen, score, reduce.replace("token", "sum"))
             if (lower is not None and s < lower) or (upper is not None and s > upper):
                 return False

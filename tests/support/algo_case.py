@@ -67,8 +67,9 @@ def slow_factor(lag: int, clip: Clip) -> float:
     return max(factor, clip.floor)
 
 
-def slow_score(log_w: list[float], score: str, reduce: str) -> float:
-    """The score of a response from log w of its tokens."""
+def slow_score(pairs: list[tuple[float, float]], score: str, reduce: str) -> float:
+    """The score of a response from the log-probs (anchor, behaviour) of its tokens."""
+    log_w = [anchor - behavior for anchor, behavior in pairs]
     if score == "w" and reduce in ("sum", "mean"):
         return math.exp(sum(log_w) / (len(log_w) if reduce == "mean" else 1))
     scores = {
@@ -76,6 +77,7 @@ def slow_score(log_w: list[float], score: str, reduce: str) -> float:
         "k1": [-x for x in log_w],
         "k2": [x * x / 2 for x in log_w],
         "k3": [math.exp(x) - 1 - x for x in log_w],
+        "difference": [math.exp(min(a, 0)) - math.exp(min(b, 0)) for a, b in pairs],
     }[score]
     mean = sum(scores) / len(scores)
     return {"sum": sum(scores), "mean": mean, "min": min(scores), "max": max(scores)}[reduce]

@@ -170,6 +170,10 @@ class Token:
     advantage: float
 
     @property
+    def pair(self) -> tuple[float, float]:
+        return self.anchor, self.behavior
+
+    @property
     def log_w(self) -> float:
         return self.anchor - self.behavior
 

@@ -214,6 +214,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("importance.normalize", True, WEIGHED),
     ("rejection", [{"score": "w", "reduce": "token", "lower": 0.9}], RECOMPUTED),
     ("rejection", [{"score": "k3", "reduce": "max", "upper": 0.2}], RECOMPUTED),
+    ("rejection", [{"score": "difference", "reduce": "token", "upper": 0.01}], RECOMPUTED),
     ("rejection", [{"score": "k1", "reduce": "mean", "lower": -0.1}], RECOMPUTED),
     ("opsm_delta", 0.1),
     ("loss_agg_mode", "seq-mean-token-sum"),
