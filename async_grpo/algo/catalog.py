@@ -175,8 +175,10 @@ class LossTraits(Traits):
 
     `clipped`: the clip interval. `dual_clip`: also the bound for negative advantages. `widths`: the
     usual widths of an interval on another scale than PPO's, which a configuration must then give.
-    `rows`: the row of each token. `response_ratio`: its ratio is that of the whole response.
-    `one_advantage`: all tokens of a response need the same advantage. `selects`: a selection over
+    `rows`: the row of each token. `response_ratio`: its ratio is that of the whole response, and it
+    is a mean over responses; with `by_length` it may also be a sum over their tokens.
+    `one_advantage`: all tokens of a response need the same advantage, and the same weight where the
+    ratio is the response's. `selects`: a selection over
     the whole update, of tokens or as one bound of the log ratio. `ratio_free`: no trust region
     around the anchor; `weighed`: with importance weights all the same. `sampler_anchor`: the anchor
     must be the policy that sampled. `estimators`: the estimators it goes with (all if empty), and
@@ -188,6 +190,7 @@ class LossTraits(Traits):
     widths: str = ""
     rows: bool = False
     response_ratio: bool = False
+    by_length: bool = False
     one_advantage: bool = False
     selects: Literal["", "tokens", "bound"] = ""
     ratio_free: bool = False
@@ -338,10 +341,15 @@ POLICY_LOSSES = Registry(
     {
         "ppo_clip": LossTraits(clipped=True, dual_clip=True),
         "gspo": LossTraits(
-            clipped=True, rows=True, response_ratio=True, one_advantage=True, widths="3e-4 and 4e-4"
+            clipped=True,
+            rows=True,
+            response_ratio=True,
+            by_length=True,
+            one_advantage=True,
+            widths="3e-4 and 4e-4",
         ),
         "gspo_token": LossTraits(
-            clipped=True, rows=True, response_ratio=True, widths="3e-4 and 4e-4"
+            clipped=True, rows=True, response_ratio=True, by_length=True, widths="3e-4 and 4e-4"
         ),
         "cispo": LossTraits(clipped=True, widths="1.0 (open at lag 0) and 4.0"),
         "sapo": LossTraits(options=Sapo),

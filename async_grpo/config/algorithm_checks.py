@@ -151,11 +151,13 @@ def _anchor(config: Config, known: Known) -> Iterator[str]:
 def _row_losses(config: Config, known: Known) -> Iterator[str]:
     algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
     mode = algorithm.loss_agg_mode
-    if traits.response_ratio and mode != "seq-mean-token-mean":
+    sums = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
+    if traits.response_ratio and mode not in ("seq-mean-token-mean", *sums * traits.by_length):
+        more = f" ({', '.join(sums)} make a sum over tokens of it, as LUSPO)" * traits.by_length
         yield (
             f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per "
             "response and is a mean over responses: use seq-mean-token-mean, others would weigh "
-            "responses by length."
+            f"responses by length{more}."
         )
     if (
         loss == "opmd"
@@ -166,16 +168,18 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
             "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
         )
-    if traits.response_ratio and algorithm.importance.level == "token":
-        yield (
-            f"`algorithm.importance.level` is token, but `policy_loss: {loss}` has one ratio per "
-            "response; allowed are none, sequence, geometric."
-        )
-    if traits.response_ratio and any(rule.reduce == "token" for rule in algorithm.rejection):
-        yield (
-            f"`algorithm.rejection` has a rule with `reduce: token`, but `policy_loss: {loss}` has "
-            "one ratio per response; allowed are sum, mean, min, max."
-        )
+    if traits.response_ratio and traits.one_advantage:
+        whole = f"but `policy_loss: {loss}` has one ratio, and one weight, per response; allowed"
+        if algorithm.importance.level == "token":
+            yield (
+                f"`algorithm.importance.level` is token, {whole} are none, sequence, geometric, "
+                "and any with gspo_token."
+            )
+        if any(rule.reduce == "token" for rule in algorithm.rejection):
+            yield (
+                f"`algorithm.rejection` has a rule with `reduce: token`, {whole} are sum, mean, "
+                "min, max, and any with gspo_token."
+            )
     varying = algorithm.gamma != 1 or algorithm.add_token_level_kl
     if traits.one_advantage and varying and known.estimator(config).returns:
         yield (

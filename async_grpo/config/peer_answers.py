@@ -30,6 +30,13 @@ _SETS = f"{_LEVEL}, and choose `algorithm.importance.mode` and `algorithm.import
 
 ANSWERS = (
     Answer(
+        "TRL",
+        "loss_type",
+        "choose `algorithm.policy_loss: gspo`, with clip ratios of its scale, and "
+        "`algorithm.loss_agg_mode: seq-mean-token-sum`",
+        lambda value: value == "luspo",
+    ),
+    Answer(
         "ROLL, TRL, AReaL",
         "importance_sampling importance_sampling_level",
         "choose `algorithm.policy_loss: gspo`, with clip ratios of its scale: its ratio is that of "

@@ -140,7 +140,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             [*GSPO, "algorithm.loss_agg_mode=token-mean"],
-            ["loss_agg_mode` is token-mean", "gspo", "seq-mean-token-mean"],
+            ["loss_agg_mode` is token-mean", "gspo", "seq-mean-token-mean", "as LUSPO"],
+        ),
+        (
+            [*GSPO, "algorithm.policy_loss=gmpo", "algorithm.loss_agg_mode=token-sum"],
+            ["loss_agg_mode` is token-sum", "gmpo", "by length."],
         ),
         (
             [*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=token"],
@@ -310,6 +314,16 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ],
         [
             *GSPO,
+            "algorithm.policy_loss=gspo_token",
+            "algorithm.anchor=recomputed",
+            "algorithm.importance.level=token",
+            "algorithm.rejection=[{score: k1, reduce: token, upper: 1}]",
+        ],
+        [*GSPO, "algorithm.loss_agg_mode=seq-mean-token-sum"],
+        [*GSPO, "algorithm.loss_agg_mode=token-sum", "algorithm.policy_loss=gspo_token"],
+        [*GSPO, "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
+        [
+            *GSPO,
             "algorithm.clip_schedule.kind=harmonic",
             "algorithm.adv_estimator=reinforce_plus_plus",
         ],
@@ -406,6 +420,7 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     responses = POLICY_LOSSES.where(lambda traits: traits.response_ratio)
     assert responses == {"gspo", "gspo_token", "gmpo"}
     assert responses <= POLICY_LOSSES.where(lambda traits: traits.rows)
+    assert POLICY_LOSSES.where(lambda traits: traits.by_length) == {"gspo", "gspo_token"}
     scores, reductions = (set(get_args(one.annotation)) for one in _rule_fields("score", "reduce"))
     assert scores == set(importance.SCORES) and reductions == set(importance.REDUCTIONS)
     assert listed("importance.mode") == set(importance.IMPORTANCE)

@@ -27,6 +27,8 @@ MORE = {
 TOLD = [
     ("ROLL", "algorithm.importance_sampling", "seq", "policy_loss: gspo"),
     ("TRL", "algorithm.importance_sampling_level", "sequence", "policy_loss: gspo"),
+    ("TRL", "loss_type", "luspo", "loss_agg_mode: seq-mean-token-sum"),
+    ("TRL", "loss_type", "dapo", "`loss_type` is `algorithm.loss_agg_mode`"),
     ("TRL", "algorithm.importance_sampling_level", "token", "algorithm.importance.level"),
     ("ROLL", "algorithm.train_infer_correction", "{a: 1}", "algorithm.importance.level: token"),
     ("ROLL", "algorithm.norm_mean_type", "group", "algorithm.reward_norm: group"),

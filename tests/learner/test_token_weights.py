@@ -149,3 +149,43 @@ def test_normalized_importance_is_the_slow_loop(level: str, source: str) -> None
         **settings,
     )
     assert largest[0] > upper, "a weight exceeds the cap"
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "level"),
+    [
+        ("gspo", "seq-mean-token-sum", "geometric"),
+        ("gspo", "token-sum", "none"),
+        ("gspo", "seq-mean-token-sum-norm", "none"),
+        ("gspo_token", "seq-mean-token-mean", "token"),
+        ("gspo_token", "seq-mean-token-sum", "token"),
+    ],
+)
+def test_gspo_by_length_and_with_token_weights_is_the_slow_loop(
+    loss: str, mode: str, level: str
+) -> None:
+    def slow(rows: dict[RowKey, list[Token]]) -> Tensor:
+        responses = []
+        for row in rows.values():
+            mean = total([token.current - token.anchor for token in row]) / len(row)
+            joint = math.exp(sum(token.log_w for token in row) / len(row))
+            terms = []
+            for token in row:
+                ratio = mean.exp()
+                if loss == "gspo_token":
+                    ratio = ratio.detach() * (token.current - token.current.detach()).exp()
+                w = {"none": 1.0, "geometric": joint, "token": math.exp(token.log_w)}[level]
+                terms.append(token.clipped(ratio, 0.02, 0.03) * min(w, 1.1))
+            responses.append(total(terms) / (len(row) if mode == "seq-mean-token-mean" else 1))
+        divisor = 1 if mode == "token-sum" else len(rows)
+        return total(responses) / divisor / (16 if mode == "seq-mean-token-sum-norm" else 1)
+
+    agree(
+        slow,
+        policy_loss=loss,
+        loss_agg_mode=mode,
+        anchor="recomputed",
+        clip_ratio_low=0.02,
+        clip_ratio_high=0.03,
+        importance={"level": level, "upper": 1.1},
+    )
