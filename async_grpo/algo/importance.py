@@ -185,7 +185,7 @@ def rejection_mask(
 @torch.no_grad()
 def opsm_mask(
     logprobs: Tensor,
-    behavior_logprobs: Tensor,
+    past_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
@@ -193,17 +193,16 @@ def opsm_mask(
     row_index: Tensor | None = None,
 ) -> Tensor:
     """Off-policy sequence mask (arXiv 2512.02556): 0 where the advantage is negative and the row's
-    mean of behavior - current exceeds delta, else 1. `logprobs` are the current policy's. Raises
-    ValueError for a negative delta or a shape mismatch.
+    mean of past - current exceeds delta, else 1. `logprobs` are the current policy's,
+    `past_logprobs` the sampler's or the anchor's. Raises ValueError for a negative delta or a shape
+    mismatch.
     """
     if not delta >= 0:
         raise ValueError(f"opsm delta {delta}; it must be at least 0")
-    check_shapes(
-        logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask
-    )
+    check_shapes(logprobs, past_logprobs=past_logprobs, advantages=advantages, loss_mask=loss_mask)
     valid = loss_mask != 0
     fallen = row_means(
-        torch.where(valid, behavior_logprobs.double() - logprobs.double(), 0), valid, row_index
+        torch.where(valid, past_logprobs.double() - logprobs.double(), 0), valid, row_index
     )
     dropped = valid & (advantages < 0) & (fallen > delta)
     return (~dropped).to(torch.promote_types(logprobs.dtype, torch.float32))

@@ -216,8 +216,10 @@ class Algorithm(Section):
     """
     opsm_delta: AtLeast0 | None = None
     """Leave out responses with a negative advantage whose mean log-prob has fallen by more than
-    this since they were sampled (OPSM).
+    this (OPSM).
     """
+    opsm_against: Literal["behavior", "anchor"] = "behavior"
+    """What it has fallen against: the policy that sampled, or the anchor."""
     loss_agg_mode: Literal[
         "token-mean",
         "token-sum",

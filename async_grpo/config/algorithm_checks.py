@@ -212,6 +212,15 @@ def _weights(config: Config, known: Known) -> Iterator[str]:
         )
 
 
+def _opsm(config: Config, _: Known) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.opsm_against == "anchor" and algorithm.anchor == "behavior":
+        yield (
+            "`algorithm.opsm_against` is anchor, but with `algorithm.anchor: behavior` that is the "
+            "policy that sampled: use behavior, or `anchor: recomputed` or interpolated."
+        )
+
+
 def _rejection(config: Config, _: Known) -> Iterator[str]:
     for rule in config.algorithm.rejection:
         name, lower, upper = f"`score: {rule.score}`", rule.lower, rule.upper
@@ -342,6 +351,7 @@ ALGORITHM_RULES = (
     _anchor,
     _row_losses,
     _rejection,
+    _opsm,
     _weights,
     _kl,
     _rewards,

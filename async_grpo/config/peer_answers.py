@@ -102,6 +102,12 @@ ANSWERS = (
         "responses with such a token",
     ),
     Answer(
+        "slime",
+        "use_opsm opsm_delta",
+        "set `algorithm.opsm_delta`, and `algorithm.opsm_against: anchor` for the log-probs of the "
+        "learner, which slime takes unless `use_rollout_logprobs` is set",
+    ),
+    Answer(
         "SkyRL",
         "outlier_token_is_threshold_high",
         "a rule of `algorithm.rejection`, `{score: w, reduce: max, upper: ...}`, leaves out "

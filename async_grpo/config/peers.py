@@ -97,7 +97,7 @@ algorithm.importance.upper: rollout_is_threshold vllm_importance_sampling_cap
     tis_clip
 algorithm.importance.normalize: rollout_is_batch_normalize tis_batch_normalize batch_normalize
 algorithm.rejection: rejection_sampling use_rs rs_level rs_lower_bound rs_upper_bound
-algorithm.opsm_delta: off_policy_mask_threshold use_opsm
+algorithm.opsm_delta: off_policy_mask_threshold
 algorithm.overlong_buffer.enable: overlong_reward_penalty overlong_penalty
 algorithm.overlong_buffer.len: overlong_buffer_len overlong_tokens overlong_buffer_length
 algorithm.overlong_buffer.penalty_factor: overlong_penalty_factor overlong_buffer_penalty_factor

@@ -73,6 +73,7 @@ OWNED = (
         "algorithm.clip_schedule.floor",
     ),
     _unlike("algorithm.importance.level", "none", "token (or another)", "algorithm.importance"),
+    _unlike("algorithm.opsm_delta", None, "0.5 (or another)", "algorithm.opsm_against"),
     *(_only("algorithm.policy_loss", name, f"algorithm.{name}") for name in SECTIONS),
     _only("algorithm.adv_estimator", "asymre", "algorithm.asymre_shift"),
     _Owned(

@@ -304,9 +304,10 @@ class TokenMath:
             )
             kept = inside if kept is None else kept * inside
         if algorithm.opsm_delta is not None:
+            behavior = algorithm.opsm_against == "behavior"
             opsm = opsm_mask(
                 logprobs,
-                batch.behavior,
+                batch.behavior if behavior else self._anchor(batch, logprobs),
                 batch.advantages,
                 batch.trained,
                 delta=algorithm.opsm_delta,

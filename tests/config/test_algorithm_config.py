@@ -191,6 +191,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["algorithm.rejection=[{score: w, reduce: mean, lower: 3, upper: 2}]"],
             ["`lower` is 3", "below its `upper`, 2"],
         ),
+        (
+            ["algorithm.opsm_delta=0.5", "algorithm.opsm_against=anchor"],
+            ["opsm_against` is anchor", "`algorithm.anchor: behavior`", "recomputed"],
+        ),
         (["algorithm.rejection=[{score: k3, reduce: max}]"], ["score: k3", "no bound"]),
         (
             ["algorithm.rejection=[{score: k2, reduce: max, lower: 0.1}]"],

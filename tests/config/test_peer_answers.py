@@ -21,6 +21,7 @@ MORE = {
     ],
     "m2po": ["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"],
     "token": ["algorithm.anchor=recomputed"],
+    "anchor": ["algorithm.anchor=recomputed", "algorithm.opsm_delta=0.1"],
     "mask": ["algorithm.anchor=recomputed", "algorithm.importance.level=token"],
 }
 """What a value wants beside it."""
@@ -45,6 +46,7 @@ TOLD = [
     ("verl", "algorithm.rollout_rs_threshold", "0.5_2.0", "1/hi to 1/lo"),
     ("verl", "algorithm.rollout_rs", "seq_max_k3", "{score: k3, reduce: max, upper: ...}"),
     ("slime", "rs_veto_threshold", "1e-4", "{score: w, reduce: min, lower: ...}"),
+    ("slime", "use_opsm", "true", "opsm_against: anchor"),
     ("SkyRL", "algorithm.outlier_token_is_threshold_high", "100", "reduce: max, upper: ...}"),
     ("SkyRL", "algorithm.geo_mask_high", "1.01", "geometric mean"),
     ("ROLL", "algorithm.train_infer_correction", "{a: 1}", "rules of `algorithm.rejection`"),

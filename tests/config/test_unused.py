@@ -43,6 +43,10 @@ CASES = {
         "algorithm.importance.level",
         [RECOMPUTED, "algorithm.importance.level=token"],
     ),
+    "algorithm.opsm_against=anchor": (
+        "algorithm.opsm_delta",
+        [RECOMPUTED, "algorithm.opsm_delta=0.5"],
+    ),
     "algorithm.sapo.tau_pos=2": ("algorithm.policy_loss", ["algorithm.policy_loss=sapo"]),
     "algorithm.m2po.budget=1": (
         "algorithm.policy_loss",

@@ -189,3 +189,22 @@ def test_gspo_by_length_and_with_token_weights_is_the_slow_loop(
         clip_ratio_high=0.03,
         importance={"level": level, "upper": 1.1},
     )
+
+
+@pytest.mark.parametrize("against", ["behavior", "anchor"])
+def test_opsm_is_the_slow_loop(against: str) -> None:
+    dropped: dict[str, set[RowKey]] = {"behavior": set(), "anchor": set()}
+
+    def slow(rows: dict[RowKey, list[Token]]) -> Tensor:
+        terms = []
+        for key, row in rows.items():
+            for name, keys in dropped.items():
+                past = [token.anchor if name == "anchor" else token.behavior for token in row]
+                now = [float(token.current.detach()) for token in row]
+                if row[0].advantage < 0 and (sum(past) - sum(now)) / len(row) > 0.11:
+                    keys.add(key)
+            terms += [token.clipped(token.ratio) * (key not in dropped[against]) for token in row]
+        return total(terms) / len(terms)
+
+    agree(slow, make_rows(1), anchor="recomputed", opsm_delta=0.11, opsm_against=against)
+    assert dropped["behavior"] != dropped["anchor"] and all(dropped.values())

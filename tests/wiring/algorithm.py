@@ -217,6 +217,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("rejection", [{"score": "difference", "reduce": "token", "upper": 0.01}], RECOMPUTED),
     ("rejection", [{"score": "k1", "reduce": "mean", "lower": -0.1}], RECOMPUTED),
     ("opsm_delta", 0.1),
+    ("opsm_against", "anchor", {**RECOMPUTED, "opsm_delta": 0.1}),
     ("loss_agg_mode", "seq-mean-token-sum"),
     ("use_kl_loss", True, {"kl_loss_coef": 0.1}),
     ("kl_loss_coef", 0.3, KL_LOSS),
