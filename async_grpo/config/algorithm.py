@@ -243,6 +243,10 @@ class Algorithm(Section):
     """Multiply the penalty by the ratio to the anchor policy, with gradient through both: unbiased
     for off-policy tokens.
     """
+    behavior_penalty: AtLeast0 = 0.0
+    """Weight of (log-prob - log-prob of the sampler)^2, added to the loss of every token, whatever
+    its weight.
+    """
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
     plugins: list[ModuleName] = Field([])

@@ -212,9 +212,15 @@ def _weights(config: Config, known: Known) -> Iterator[str]:
         )
 
 
-def _opsm(config: Config, _: Known) -> Iterator[str]:
+def _towards_the_sampler(config: Config, _: Known) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.opsm_against == "anchor" and algorithm.anchor == "behavior":
+    if algorithm.behavior_penalty and algorithm.policy_loss == "opmd":
+        yield (
+            "`algorithm.behavior_penalty` is above 0, but `policy_loss: opmd` has that penalty: "
+            "set `algorithm.opmd.tau` to twice the weight instead."
+        )
+    against = algorithm.opsm_against if algorithm.opsm_delta is not None else "behavior"
+    if against == "anchor" and algorithm.anchor == "behavior":
         yield (
             "`algorithm.opsm_against` is anchor, but with `algorithm.anchor: behavior` that is the "
             "policy that sampled: use behavior, or `anchor: recomputed` or interpolated."
@@ -351,7 +357,7 @@ ALGORITHM_RULES = (
     _anchor,
     _row_losses,
     _rejection,
-    _opsm,
+    _towards_the_sampler,
     _weights,
     _kl,
     _rewards,

@@ -69,6 +69,7 @@ algorithm.kl_loss_coef: beta kl_loss_coeff reference_policy_kl_penalty
 algorithm.kl_loss_type: kl_estimator kl_estimator_type reference_policy_kl_type
 algorithm.entropy_coef: entropy_coeff entropy_loss_coef ent_coef entropy_bonus
 algorithm.kl_loss_unbiased: use_unbiased_kl use_bias_correction_kl
+algorithm.behavior_penalty: kl_tau
 algorithm.add_token_level_kl: use_kl_in_reward
 algorithm.kl_ctrl.type: kl_controller kl_controller_type use_kl_estimator_controller
 algorithm.kl_ctrl.kl_type: kl_penalty

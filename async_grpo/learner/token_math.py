@@ -8,8 +8,8 @@ per micro-batch:
     assign      row values -> advantage per token: the row's own, or returns -> whitened -> clipped
     select      what statistics of the whole update say, after a pass without gradient where they
                 depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize)
-    loss        policy loss x off-policy weights + KL penalty - entropy bonus, summed with the
-                tokens' loss weights
+    loss        policy loss x off-policy weights + KL penalty + penalty towards the sampler -
+                entropy bonus, summed with the tokens' loss weights
 
 Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
 rank calls the collective parts equally often.
@@ -212,12 +212,7 @@ class TokenMath:
             options=self._options,
             weights=self._applied(batch, weights, kept, selection),
         )
-        kl = None
-        if batch.reference is not None and algorithm.use_kl_loss:
-            corrected = anchor if algorithm.kl_loss_unbiased else None
-            kl = kl_penalty(
-                logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected
-            )
+        kl = self._kl(batch, logprobs, anchor)
         if metrics is not None:
             metrics.add("train/stale_share", batch.trained == 0, batch.mask)
             loss_metrics(
@@ -237,11 +232,26 @@ class TokenMath:
                 kl=kl,
                 entropy=entropy,
             )
+        if algorithm.behavior_penalty:
+            distance = (logprobs - batch.behavior).square()  # not clamped: it must not let go
+            token_loss = token_loss + algorithm.behavior_penalty * distance
+            if metrics is not None:
+                metrics.add("train/behavior_distance", distance, batch.trained)
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
         if algorithm.entropy_coef:
             token_loss = token_loss - algorithm.entropy_coef * entropy
         return aggregate_loss(token_loss, batch.weights)
+
+    def _kl(self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor) -> Tensor | None:
+        """Return the KL penalty of each token before its coefficient, None without one."""
+        algorithm = self._algorithm
+        if batch.reference is None or not algorithm.use_kl_loss:
+            return None
+        corrected = anchor if algorithm.kl_loss_unbiased else None
+        return kl_penalty(
+            logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected
+        )
 
     def _anchor(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
         """Centre of the trust region."""

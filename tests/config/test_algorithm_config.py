@@ -195,6 +195,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["algorithm.opsm_delta=0.5", "algorithm.opsm_against=anchor"],
             ["opsm_against` is anchor", "`algorithm.anchor: behavior`", "recomputed"],
         ),
+        (
+            [
+                "algorithm.policy_loss=opmd",
+                "algorithm.adv_estimator=rloo",
+                "algorithm.behavior_penalty=0.1",
+            ],
+            ["behavior_penalty", "opmd", "opmd.tau", "twice"],
+        ),
         (["algorithm.rejection=[{score: k3, reduce: max}]"], ["score: k3", "no bound"]),
         (
             ["algorithm.rejection=[{score: k2, reduce: max, lower: 0.1}]"],

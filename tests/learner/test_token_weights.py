@@ -8,14 +8,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from async_grpo.batching import RowKey
-from async_grpo.learner.rows import LearnerRow
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.batching import PlanRow, RowKey
+from async_grpo.learner.rows import LearnerRow, token_batch
+from async_grpo.learner.token_math import TokenMath
 from tests.support.algo_case import slow_score
 from tests.support.token_case import (
+    CPU,
+    Alone,
     Token,
     config_of,
     gradient,
@@ -208,3 +213,43 @@ def test_opsm_is_the_slow_loop(against: str) -> None:
 
     agree(slow, make_rows(1), anchor="recomputed", opsm_delta=0.11, opsm_against=against)
     assert dropped["behavior"] != dropped["anchor"] and all(dropped.values())
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_penalty_towards_the_sampler_is_the_slow_loop(mode: str) -> None:
+    """On every token, whatever its weight."""
+
+    def slow(rows: dict[RowKey, list[Token]]) -> Tensor:
+        found = []
+        for row in rows.values():
+            weight = 1 / len(row) if mode == "seq-mean-token-mean" else 1.0
+            for token in row:
+                inside = 0.9 <= math.exp(token.log_w) <= 1.1
+                penalty = 0.3 * (token.current - token.behavior) ** 2
+                found.append((token.clipped(token.ratio) * inside + penalty) * weight)
+        return total(found) / (len(rows) if mode == "seq-mean-token-mean" else len(found))
+
+    agree(
+        slow,
+        anchor="recomputed",
+        loss_agg_mode=mode,
+        behavior_penalty=0.3,
+        rejection=[{"score": "w", "reduce": "token", "lower": 0.9, "upper": 1.1}],
+    )
+
+
+def test_the_penalty_does_not_let_go_of_far_tokens_and_leaves_out_those_that_are_too_old() -> None:
+    rows, metrics = make_rows(), MetricSums()
+    for row in rows.values():
+        row.max_lag, row.advantages = 1, np.zeros(len(row.lag), np.float32)
+    planned = [PlanRow(*key, 2, len(row.lag), 0.1, len(row.lag)) for key, row in rows.items()]
+    batch = token_batch(planned, list(rows.values()), CPU)
+    logprobs = (batch.behavior.double() - 100).requires_grad_()
+    loss = TokenMath(config_of(behavior_penalty=0.5), Alone()).loss(
+        batch, logprobs, -logprobs.exp(), selection=None, metrics=metrics
+    )
+    (given,) = torch.autograd.grad(loss, logprobs)
+    old = batch.lag > 1
+    assert 0 < old.sum() < len(old) and not given[old].any()
+    assert given[~old].tolist() == pytest.approx([0.1 * 0.5 * 2 * -100] * int((~old).sum()))
+    assert metrics.means()["train/behavior_distance"] == pytest.approx(100**2)

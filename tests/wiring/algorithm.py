@@ -223,6 +223,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("kl_loss_coef", 0.3, KL_LOSS),
     ("kl_loss_type", "mse", KL_LOSS),
     ("kl_loss_unbiased", True, KL_LOSS),
+    ("behavior_penalty", 0.1),
     ("entropy_coef", 0.1),
     ("reward_shaping", ["halved"], MINE),
     ("options", {"scaled": {"size": 2.0}}, {**MINE, "policy_loss": "scaled"}),
