@@ -1,4 +1,5 @@
-"""Tokens that a loss picks by statistics of the whole optimizer step: `clip_cov`, `kl_cov`, `m2po`.
+"""Tokens that statistics of the whole optimizer step pick: for `clip_cov`, `kl_cov` and `m2po`, and
+those of the highest entropy.
 
 Runs in: learner ranks, after a pass without gradient over all micro-batches of the optimizer step.
 Hides how ranks agree: they add up a few sums and exchange only what can still be chosen.
@@ -116,6 +117,32 @@ def select_tokens(
     candidates, keys = _candidates(name, terms, covariance)
     count, selected = max(1, int(terms.options.ratio * total)), torch.zeros_like(candidates)
     selected[candidates] = _lowest(keys[candidates], hashes[candidates], count=count, gather=gather)
+    return selected
+
+
+@torch.no_grad()
+def select_top_share(
+    values: Tensor,
+    loss_mask: Tensor,
+    *,
+    share: float,
+    hashes: Tensor,
+    reduce: SelectionCollective | None = None,
+    gather: SelectionCollective | None = None,
+) -> Tensor:
+    """Which tokens are among the max(1, int(share N)) with the largest values of all N valid
+    tokens, equal ones by smaller hash: bool, in the shape of `values`. The other arguments are as
+    for `select_tokens`. Raises ValueError for a share outside (0, 1], or a shape mismatch.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share {share} of the tokens; it must be above 0 and at most 1")
+    check_shapes(values, loss_mask=loss_mask, hashes=hashes)
+    valid = loss_mask != 0
+    total = int((reduce or _alone)(valid.sum(dtype=torch.float64).reshape(1)))
+    selected, keys = torch.zeros_like(valid), -values[valid].double()
+    selected[valid] = _lowest(
+        keys, hashes[valid], count=max(1, int(share * total)), gather=gather or _alone
+    )
     return selected
 
 

@@ -191,6 +191,10 @@ class Algorithm(Section):
     """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is
     clip-higher (DAPO uses 0.28).
     """
+    top_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the tokens of an optimizer step, those of the highest entropy, that have a policy
+    loss; the divisor stays that of all tokens.
+    """
     dual_clip_loss: bool = False
     """Bound the loss of negative advantages too (`ppo_clip`, `m2po`)."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0

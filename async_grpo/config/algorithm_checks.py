@@ -168,11 +168,22 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
             "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
         )
+    if loss == "opmd" and algorithm.opmd.level == "sequence" and algorithm.top_entropy_share < 1:
+        yield (
+            f"`algorithm.top_entropy_share` is {algorithm.top_entropy_share:g}, which takes parts "
+            "out of the sum over each response that `algorithm.opmd.level: sequence` is; use 1, or "
+            "level token."
+        )
     if traits.response_ratio and traits.one_advantage:
         whole = f"but `policy_loss: {loss}` has one ratio, and one weight, per response; allowed"
         if algorithm.importance.level == "token":
             yield (
                 f"`algorithm.importance.level` is token, {whole} are none, sequence, geometric, "
+                "and any with gspo_token."
+            )
+        if algorithm.top_entropy_share < 1:
+            yield (
+                f"`algorithm.top_entropy_share` is {algorithm.top_entropy_share:g}, {whole} is 1, "
                 "and any with gspo_token."
             )
         if any(rule.reduce == "token" for rule in algorithm.rejection):

@@ -97,6 +97,7 @@ algorithm.importance.lower: rollout_is_threshold_lower tis_clip_low
 algorithm.importance.upper: rollout_is_threshold vllm_importance_sampling_cap
     tis_clip
 algorithm.importance.normalize: rollout_is_batch_normalize tis_batch_normalize batch_normalize
+algorithm.top_entropy_share: top_entropy_quantile
 algorithm.rejection: rejection_sampling use_rs rs_level rs_lower_bound rs_upper_bound
 algorithm.opsm_delta: off_policy_mask_threshold
 algorithm.overlong_buffer.enable: overlong_reward_penalty overlong_penalty

@@ -327,12 +327,18 @@ class Learner:
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[UpdateFacts]:
         """Find what the whole update says about each micro-batch, without gradient."""
         with torch.no_grad(), Stopwatch() as watch:
-            batches, logprobs = [], []
+            batches, passes = [], []
             for ready in ahead(self._prepare, micro_batches, device=self._torch_device):
                 batches.append(ready.batch)
                 if self._math.selects_by_policy:
-                    logprobs.append(self._forward(ready, with_entropy=False).logprobs)
-            selections = self._math.select(self._plan.step, batches, logprobs or None)
+                    by_entropy = self._math.selects_by_entropy
+                    passes.append(self._forward(ready, with_entropy=by_entropy))
+            selections = self._math.select(
+                self._plan.step,
+                batches,
+                [one.logprobs for one in passes] or None,
+                [one.entropy for one in passes if one.entropy is not None] or None,
+            )
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 

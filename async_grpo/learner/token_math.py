@@ -7,7 +7,8 @@ per micro-batch:
                 add_token_level_kl)
     assign      row values -> advantage per token: the row's own, or returns -> whitened -> clipped
     select      what statistics of the whole update say, after a pass without gradient where they
-                depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize)
+                depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize,
+                top_entropy_share)
     loss        policy loss x off-policy weights + KL penalty + penalty towards the sampler -
                 entropy bonus, summed with the tokens' loss weights
 
@@ -38,7 +39,7 @@ from async_grpo.algo.importance import (
 from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
-from async_grpo.algo.selection import select_tokens, token_hashes
+from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
 from async_grpo.batching import RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow, TokenBatch
@@ -48,11 +49,12 @@ from async_grpo.learner.zero import Collectives
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
     """What statistics of the whole update say about the tokens of a micro-batch, where they are
-    used: `by_loss` is what the policy loss selects (`select_tokens`), and `weight_sums` the sum and
-    number of all importance weights.
+    used: `by_loss` is what the policy loss selects (`select_tokens`), `by_entropy` where the policy
+    loss counts, and `weight_sums` the sum and number of all importance weights.
     """
 
     by_loss: Tensor | None = None
+    by_entropy: Tensor | None = None
     weight_sums: Tensor | None = None
 
 
@@ -69,11 +71,15 @@ class TokenMath:
         self._clip, self._options = _clip(config), algorithm.constants(algorithm.policy_loss)
         self._importance_options = algorithm.constants(algorithm.importance.mode)
         self._normalizes = algorithm.importance.level != "none" and algorithm.importance.normalize
-        self.selects = bool(self._loss.selects) or self._normalizes
-        """Whether `loss` needs the result of `select`."""
+        self.selects_by_entropy = algorithm.top_entropy_share < 1
+        """Whether `select` needs entropies."""
         moving = self._loss.ratio_free or algorithm.anchor == "interpolated"
-        self.selects_by_policy = bool(self._loss.selects) or (self._normalizes and moving)
+        self.selects_by_policy = (
+            bool(self._loss.selects) or self.selects_by_entropy or (self._normalizes and moving)
+        )
         """Whether `select` needs the current policy's log-probs."""
+        self.selects = self.selects_by_policy or self._normalizes
+        """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: LearnerRow) -> float:
         """Compute and keep the row's token KL, of the recomputed policy if any; its sum."""
@@ -135,17 +141,41 @@ class TokenMath:
             row.advantages = advantage[: len(row.lag)].astype(np.float32)
 
     def select(
-        self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor] | None
+        self,
+        step: int,
+        batches: Sequence[TokenBatch],
+        logprobs: Sequence[Tensor] | None,
+        entropies: Sequence[Tensor] | None = None,
     ) -> list[UpdateFacts]:
-        """Find what the whole update says about each micro-batch, from log-probs without gradient
-        (None where `selects_by_policy` is false). Collective.
+        """Find what the whole update says about each micro-batch, from log-probs and entropies
+        without gradient (None where `selects_by_policy` and `selects_by_entropy` are false).
+        Collective.
         """
         sums = self._weight_sums(batches, logprobs) if self._normalizes else None
-        chosen: Sequence[Tensor | None] = [None] * len(batches)
-        if self._loss.selects:
-            assert logprobs is not None, "`selects_by_policy` holds"
-            chosen = self._select_by_loss(step, batches, logprobs)
-        return [UpdateFacts(by_loss=one, weight_sums=sums) for one in chosen]
+        nothing: list[Tensor | None] = [None] * len(batches)
+        by_loss = by_entropy = nothing
+        if self.selects_by_policy:
+            assert logprobs is not None
+            whole, lengths = TokenBatch.joined(batches), [len(part) for part in logprobs]
+            hashes = token_hashes(self._seed, step, *whole.identity.unbind(-1))
+            if self._loss.selects:
+                found = self._select_by_loss(whole, torch.cat(list(logprobs)), hashes)
+                by_loss = list(found.split(lengths))
+            if self.selects_by_entropy:
+                assert entropies is not None
+                found = select_top_share(
+                    torch.cat(list(entropies)),
+                    whole.trained,
+                    share=self._algorithm.top_entropy_share,
+                    hashes=hashes,
+                    reduce=self._collectives.sum,
+                    gather=self._collectives.gather,
+                )
+                by_entropy = list(found.split(lengths))
+        return [
+            UpdateFacts(by_loss=one, by_entropy=other, weight_sums=sums)
+            for one, other in zip(by_loss, by_entropy, strict=True)
+        ]
 
     def _weight_sums(
         self, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor] | None
@@ -163,27 +193,21 @@ class TokenMath:
         ]
         return self._collectives.sum(torch.stack(parts).sum(0))
 
-    def _select_by_loss(
-        self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Select what the policy loss wants."""
-        whole = TokenBatch.joined(batches)
-        group_ids, rows, positions = whole.identity.unbind(-1)
-        current = torch.cat(list(logprobs))
-        selection = select_tokens(
+    def _select_by_loss(self, whole: TokenBatch, logprobs: Tensor, hashes: Tensor) -> Tensor:
+        """Select what the policy loss wants, of all tokens of this rank."""
+        return select_tokens(
             self._algorithm.policy_loss,
-            logprobs=current,
-            anchor_logprobs=self._anchor(whole, current),
+            logprobs=logprobs,
+            anchor_logprobs=self._anchor(whole, logprobs),
             advantages=whole.advantages,
             loss_mask=whole.trained,
             staleness=whole.lag,
             clip=self._clip,
             options=self._options,
-            hashes=token_hashes(self._seed, step, group_ids, rows, positions),
+            hashes=hashes,
             reduce=self._collectives.sum,
             gather=self._collectives.gather,
         )
-        return list(selection.split([len(part) for part in logprobs]))
 
     def loss(
         self,
@@ -288,7 +312,7 @@ class TokenMath:
         if weights is not None and selection.weight_sums is not None:
             weights = normalized_weights(weights, batch.trained, selection.weight_sums)
         applied = None
-        for one in (weights, kept):
+        for one in (weights, kept, selection.by_entropy):
             if one is not None:
                 applied = one if applied is None else applied * one
         return applied

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from async_grpo.algo.catalog import ClipCov, KlCov, M2po
 from async_grpo.algo.losses import Clip, policy_loss
-from async_grpo.algo.selection import select_tokens, token_hashes
+from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
 from tests.support.thread_ranks import Collective, Ranks
 
@@ -161,6 +161,43 @@ def test_rows_give_the_same_selection_as_packed_tokens(name: str) -> None:
         options=OPTIONS[name],
     )
     assert torch.equal(padded, packed.reshape(4, 6))
+
+
+@given(seed=seeds, size=st.integers(0, 60), count=st.integers(1, 3), share=st.floats(0.01, 1))
+@fast
+def test_the_top_share_is_the_slow_loop_on_any_ranks(
+    seed: int, size: int, count: int, share: float
+) -> None:
+    """With many equal values, and anything off the mask."""
+    case = step(seed, size)
+    valid = [t for t in range(size) if case["loss_mask"][t]]
+    values = (case["advantages"] * 2).round().to(F64)
+    order = sorted(valid, key=lambda t: (-float(values[t]), int(case["hashes"][t])))
+    wanted = set(order[: max(1, int(share * len(valid)))])
+    values = torch.where(case["loss_mask"] != 0, values, math.nan)
+    owner = torch.randint(0, count, (size,), generator=torch.Generator().manual_seed(seed))
+    mine = [(owner == rank).nonzero().flatten() for rank in range(count)]
+
+    def work(reduce: Collective, gather: Collective, rank: int) -> Tensor:
+        return select_top_share(
+            values[mine[rank]],
+            case["loss_mask"][mine[rank]],
+            share=share,
+            hashes=case["hashes"][mine[rank]],
+            reduce=reduce,
+            gather=gather,
+        )
+
+    ranks = Ranks(count)
+    for part, own in zip(ranks.run(work), mine, strict=True):
+        assert part.tolist() == [t in wanted for t in own.tolist()]
+    assert len(set(ranks.calls)) == 1
+    rows = torch.stack([values, values]), torch.stack([case["loss_mask"]] * 2)
+    hashes = torch.stack([case["hashes"], case["hashes"] + 2**62])
+    padded = select_top_share(*rows, share=share / 2, hashes=hashes)
+    assert padded.sum() == min(max(1, int(share / 2 * 2 * len(valid))), 2 * len(valid))
+    with pytest.raises(ValueError, match="share 0"):
+        select_top_share(values, case["loss_mask"], share=0, hashes=case["hashes"])
 
 
 def test_equal_covariances_are_taken_by_hash() -> None:

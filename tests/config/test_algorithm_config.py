@@ -203,6 +203,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ],
             ["behavior_penalty", "opmd", "opmd.tau", "twice"],
         ),
+        (
+            [*GSPO, "algorithm.top_entropy_share=0.2"],
+            ["top_entropy_share` is 0.2", "gspo", "gspo_token"],
+        ),
+        (
+            [
+                "algorithm.policy_loss=opmd",
+                "algorithm.opmd.level=sequence",
+                "algorithm.adv_estimator=rloo",
+                "algorithm.loss_agg_mode=seq-mean-token-sum",
+                "algorithm.top_entropy_share=0.2",
+            ],
+            ["top_entropy_share` is 0.2", "opmd.level: sequence"],
+        ),
         (["algorithm.rejection=[{score: k3, reduce: max}]"], ["score: k3", "no bound"]),
         (
             ["algorithm.rejection=[{score: k2, reduce: max, lower: 0.1}]"],
@@ -332,6 +346,8 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             "algorithm.rejection=[{score: k1, reduce: token, upper: 1}]",
         ],
         [*GSPO, "algorithm.loss_agg_mode=seq-mean-token-sum"],
+        [*GSPO, "algorithm.policy_loss=gspo_token", "algorithm.top_entropy_share=0.2"],
+        ["algorithm.policy_loss=clip_cov", "algorithm.top_entropy_share=0.2"],
         [*GSPO, "algorithm.loss_agg_mode=token-sum", "algorithm.policy_loss=gspo_token"],
         [*GSPO, "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
         [

@@ -56,6 +56,12 @@ FAMILY: dict[str, dict[str, Any]] = {
         "add_token_level_kl": True,
         "advantage_clip": 1.5,
     },
+    "shares of the step": {
+        "top_entropy_share": 0.3,
+        "importance": {"level": "token", "mode": "mask", "upper": 1.05, "normalize": True},
+        "rejection": [{"score": "k3", "reduce": "max", "upper": 0.5}],
+        "behavior_penalty": 0.1,
+    },
     "gspo": {
         "policy_loss": "gspo",
         "clip_ratio_low": 0.01,

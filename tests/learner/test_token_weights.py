@@ -253,3 +253,42 @@ def test_the_penalty_does_not_let_go_of_far_tokens_and_leaves_out_those_that_are
     assert 0 < old.sum() < len(old) and not given[old].any()
     assert given[~old].tolist() == pytest.approx([0.1 * 0.5 * 2 * -100] * int((~old).sum()))
     assert metrics.means()["train/behavior_distance"] == pytest.approx(100**2)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo_token"])
+def test_the_top_entropy_share_is_the_slow_loop(loss: str) -> None:
+    """Of all tokens of the step; the others stay in the divisors."""
+    share, chosen = 0.3, set[RowKey]()
+    mode = "token-mean" if loss == "ppo_clip" else "seq-mean-token-mean"
+
+    def slow(rows: dict[RowKey, list[Token]]) -> Tensor:
+        every = sorted(float(token.entropy.detach()) for row in rows.values() for token in row)
+        least = every[-int(share * len(every))]
+        found = []
+        for key, row in rows.items():
+            ratio = (total([token.current - token.anchor for token in row]) / len(row)).exp()
+            for token in row:
+                if loss == "gspo_token":
+                    own = ratio.detach() * (token.current - token.current.detach()).exp()
+                    term = token.clipped(own) / len(row) / len(rows)
+                else:
+                    term = token.clipped(token.ratio) / len(every)
+                inside = float(token.entropy.detach()) >= least
+                chosen.update([key] * inside)
+                bonus = token.entropy / (
+                    len(every) if mode == "token-mean" else len(row) * len(rows)
+                )
+                found.append(term * inside - 0.05 * bonus)
+        return total(found)
+
+    agree(
+        slow,
+        policy_loss=loss,
+        loss_agg_mode=mode,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        anchor="recomputed",
+        entropy_coef=0.05,
+        top_entropy_share=share,
+    )
+    assert 1 < len(chosen) < 8

@@ -118,7 +118,9 @@ def gradient(
     selections: list[UpdateFacts | None] = [None] * len(batches)
     if math.selects:
         now = [logprobs_of(batch, rows, theta).detach() for batch in batches]
-        selections = math.select(3, batches, now if math.selects_by_policy else None)
+        asked = math.selects_by_policy
+        seen = [entropies_of(one) for one in now]
+        selections = math.select(3, batches, now if asked else None, seen if asked else None)
     total = torch.zeros((), dtype=torch.float64)
     for batch, selection in zip(batches, selections, strict=True):
         logprobs = logprobs_of(batch, rows, theta)

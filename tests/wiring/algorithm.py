@@ -116,7 +116,11 @@ def _update(math: TokenMath, step: int, update: Any, rows: dict[Any, LearnerRow]
     selections: list[UpdateFacts | None] = [None] * len(batches)
     if math.selects:
         now = [current.detach() for current in currents]
-        selections = math.select(step, batches, now if math.selects_by_policy else None)
+        asked = math.selects_by_policy
+        entropies = [-one.exp() for one in now]
+        selections = math.select(
+            step, batches, now if asked else None, entropies if asked else None
+        )
     seen = []
     for part, batch, current, selection in zip(parts, batches, currents, selections, strict=True):
         loss = math.loss(batch, current, -current.exp(), selection=selection, metrics=MetricSums())
@@ -187,6 +191,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("clip_ratio", 0.1),
     ("clip_ratio_low", 0.1),
     ("clip_ratio_high", 0.4),
+    ("top_entropy_share", 0.3),
     ("dual_clip_loss", True, {"clip_ratio_c": 1.5}),
     ("clip_ratio_c", 1.5, {"dual_clip_loss": True}),
     ("clip_schedule.kind", "harmonic"),
