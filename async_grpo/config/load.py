@@ -188,10 +188,8 @@ def _explain(
         more += len(rule.sentences) - 1 if isinstance(rule, RuleError) else 0
         lines = [f"{place}: {single_line(str(rule))}"]
     else:
-        lines = [
-            f"{place}: `{_dotted(path)}` is {show(first['input'])}; allowed is "
-            f"{_known(path).allowed}."
-        ]
+        given = "missing" if first["type"] == "missing" else show(first["input"])
+        lines = [f"{place}: `{_dotted(path)}` is {given}; allowed is {_known(path).allowed}."]
     if more:
         lines[-1] += f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
     return "\n".join(lines)

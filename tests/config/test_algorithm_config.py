@@ -230,6 +230,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["algorithm.rejection=[{score: k1, reduce: row}]"],
             ["rejection.0.reduce` is", "min, max"],
         ),
+        (["algorithm.rejection=[{score: k1}]"], ["rejection.0.reduce` is missing", "min, max"]),
         (
             ["algorithm.rejection=[{score: k1, reduce: max, level: 1}]"],
             ["rejection.0.level` is not a setting", "score (one of w, k1"],
