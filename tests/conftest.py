@@ -58,6 +58,7 @@ longest first, so that none of them is begun last."""
 LIGHT = (
     FIRST,
     "tests/cluster/test_placement.py",
+    "tests/cluster/test_bundles.py",
     "tests/cluster/test_evaluation.py",
     "tests/system/test_synchronous.py",
 )

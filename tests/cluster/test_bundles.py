@@ -1,0 +1,84 @@
+"""A run in the placement group of its caller: what it asks for, and who goes where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster.bundles import Bundle, bundles, place_given
+from async_grpo.cluster.placement import Placement, PlacementError, another
+from async_grpo.config.schema import Config
+
+
+def settings(**values: Any) -> Config:
+    return Config.model_validate(
+        {"run": {"total_steps": 1}, "model": {"path": "m"}, "rollout": {"rollout_batch_size": 4}}
+        | values
+    )
+
+
+def placed(config: Config, asked: list[dict[str, float]]) -> Placement:
+    """Place a run in what it has asked for, a node per two bundles."""
+    given = [Bundle(f"n{at // 2}", one["CPU"], one.get("GPU", 0.0)) for at, one in enumerate(asked)]
+    return place_given(config, given)
+
+
+def test_what_is_asked_for_is_what_is_needed_on_cpu() -> None:
+    config = settings(
+        learner={"ranks": 2}, cluster={"device": "cpu", "rollout_actors": {"min": 1, "max": 3}}
+    )
+    asked = bundles(config, gpus=0.0)
+    assert asked == [{"CPU": 1.0}] * 6
+    found = placed(config, asked)
+    assert (found.device, found.colocated, found.given) == ("cpu", False, True)
+    assert [slot.bundle for slot in (*found.learners, *found.engines)] == [1, 2, 3, 4, 5]
+    assert [slot.node_id for slot in found.engines] == ["n1", "n2", "n2"]
+    assert all(not slot.cores for slot in (*found.learners, *found.engines))
+    assert another(config, found, [], found.engines) is None
+
+
+def test_what_is_asked_for_is_what_is_needed_on_gpus() -> None:
+    config = settings(
+        learner={"ranks": 2},
+        cluster={"engine": {"tensor_parallel_size": 4}, "rollout_actors": {"min": 2}},
+    )
+    asked = bundles(config, gpus=1.0)
+    rank, engine = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 4.0}
+    assert asked == [{"CPU": 1.0}, rank, rank, engine, engine]
+    found = placed(config, asked)
+    assert (found.device, found.colocated) == ("cuda", False)
+    assert [slot.gpus for slot in (*found.learners, *found.engines)] == [1.0, 1.0, 4.0, 4.0]
+    assert found.rank_offsets == (1, 5)
+
+
+def test_colocated_ranks_and_engines_share_bundles() -> None:
+    config = settings(learner={"ranks": 2}, cluster={"device": "cuda", "layout": "colocated"})
+    asked = bundles(config, gpus=1.0)
+    assert asked == [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]
+    found = placed(config, asked)
+    assert found.colocated and found.learners == found.engines
+    assert [(slot.bundle, slot.gpus, slot.cpus) for slot in found.engines] == [
+        (1, 0.5, 0.5),
+        (2, 0.5, 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ([{"CPU": 1.0}] * 2, {}),
+        ([{"CPU": 1.0}, {"CPU": 0.5}, {"CPU": 1.0}], {}),
+        ([{"CPU": 1.0}] * 3, {"cluster": {"device": "cuda"}}),
+        ([{"CPU": 1.0}] * 3, {"cluster": {"rollout_actors": {"min": 2}}}),
+        (
+            [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}],
+            {"cluster": {"engine": {"tensor_parallel_size": 2}}},
+        ),
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused(
+    given: list[dict[str, float]], values: dict[str, Any]
+) -> None:
+    with pytest.raises(PlacementError, match=r"it needs \{'CPU': 1.0\}, .*tune.resources asks"):
+        placed(settings(**values), given)
