@@ -85,7 +85,7 @@ def test_gpus_that_are_not_here_are_missed_before_ray_starts(
         cluster = Config.model_validate(
             {"run": {"total_steps": 1}, "model": {"path": model}, "cluster": settings}
         ).cluster
-        one.config = one.config.model_copy(update={"cluster": cluster})
+        one.config = one.config.unchecked_copy(update={"cluster": cluster})
         with pytest.raises(SetupError, match=says):
             one.start()
         assert not ray.is_initialized() and not (tmp_path / "run").exists()
@@ -113,7 +113,7 @@ def test_an_evaluation_task_without_held_out_problems_is_one_sentence(
                 "evaluation": {"task": {"name": "gsm8k"}},
             }
         ).evaluation
-        one.config = one.config.model_copy(update={"evaluation": evaluation})
+        one.config = one.config.unchecked_copy(update={"evaluation": evaluation})
         with pytest.raises(SetupError, match=r"no held-out problems \(set evaluation.task.eval\)"):
             one.check()
 

@@ -8,8 +8,9 @@ around that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,3 +60,14 @@ class Section(BaseModel):
     )
     on_resume: ClassVar[Mark | None] = None
     """Mark of the keys without one of their own."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy with other values, checked like any. Raises pydantic's ValidationError."""
+        if update is None:
+            return super().model_copy(deep=deep)
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self).model_validate(given | dict(update))
+
+    def unchecked_copy(self, *, update: Mapping[str, Any]) -> Self:
+        """Copy with values that together no file could have, for a part that is looked at alone."""
+        return super().model_copy(update=update)

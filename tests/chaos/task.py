@@ -25,7 +25,7 @@ class Chaotic(Mixed):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         options = dict(settings.options)
         self._side = Path(options.pop("side"))
-        Arithmetic.__init__(self, settings.model_copy(update={"options": options}), seed)
+        Arithmetic.__init__(self, settings.unchecked_copy(update={"options": options}), seed)
 
     def score(self, response: str, reference: Any) -> Score:
         hang_if_asked(self._side)

@@ -843,3 +843,23 @@ def test_a_group_of_long_responses_has_longer(
         {"run": {"total_steps": 1}, "model": {"path": "m"}, "rollout": rollout, "learner": learner}
     )
     assert config.rollout.longest_group_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (lambda one: {"learner": one.learner.model_copy(update={"lr": -1.0})}, "greater than 0"),
+        (lambda one: {"learner": {"lr": -1.0}}, "greater than 0"),
+        (lambda one: {"learner": {"lrr": 1.0}}, "Extra inputs"),
+        (lambda one: {"run": one.run.model_copy(update={"epochs": 3})}, "total_steps"),
+    ],
+    ids=["of a section", "as a mapping", "unknown", "together"],
+)
+def test_a_copy_is_checked_like_a_file(update: Any, says: str) -> None:
+    config = Config.model_validate({"run": {"total_steps": 2}, "model": {"path": "m"}})
+    with pytest.raises(ValidationError, match=says):
+        config.model_copy(update=update(config))
+    other = config.model_copy(update={"seed": 3, "learner": {"lr": 0.5}})
+    assert (other.seed, other.learner.lr) == (3, 0.5)
+    assert other.model_fields_set == config.model_fields_set | {"seed", "learner"}
+    assert config.model_copy() == config

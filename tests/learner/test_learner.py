@@ -238,7 +238,7 @@ def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> Non
     history, weights = expected(models, "plain", case)
     config = config_of(models, stage)
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+        update={"model": config.model.unchecked_copy(update={"dtype": "bfloat16"})}
     )
     with open_learner(config, models, case) as learner:
         (got,) = train(learner, case, [split(range(12), 3)])
@@ -314,7 +314,7 @@ def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> No
     ):
         config = config_of(models, 1)
         config = config.model_copy(
-            update={"learner": config.learner.model_copy(update={"deepspeed": keys})}
+            update={"learner": config.learner.unchecked_copy(update={"deepspeed": keys})}
         )
         with pytest.raises(ValueError, match=name):
             deepspeed_config(config, dtype=torch.float32, world_size=1, device="cpu")

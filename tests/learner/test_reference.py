@@ -95,7 +95,9 @@ def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
         learner.save(str(tmp_path / "unmoved"), {})
         learner.config = learner.config.model_copy(
             update={
-                "model": learner.config.model.model_copy(update={"reference_refresh_steps": STEP})
+                "model": learner.config.model.unchecked_copy(
+                    update={"reference_refresh_steps": STEP}
+                )
             }
         )
         step(learner, case)

@@ -787,7 +787,9 @@ def test_a_registered_model_is_loaded_by_mlflow_and_generates(
     model = Path(write_model(tmp_path / "hf"))
     uri = finished[0].uri
     config = _config(uri=uri, register_model="adds")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
+    config = config.unchecked_copy(
+        update={"run": config.run.model_copy(update={"dir": str(tmp_path)})}
+    )
     tracker, said = Tracker(config, run_dir=tmp_path, resume_run_id=None), io.StringIO()
     tracker.start()
     log_model(config, Console(said), tracker, model)
@@ -804,7 +806,9 @@ def test_a_registered_model_is_loaded_by_mlflow_and_generates(
 
 def test_a_model_that_cannot_be_packaged_is_kept_and_said(tmp_path: Path) -> None:
     config = _config(register_model="adds")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
+    config = config.unchecked_copy(
+        update={"run": config.run.model_copy(update={"dir": str(tmp_path)})}
+    )
     (tmp_path / "hf").mkdir()
     sent, said = [], io.StringIO()
     tracker = SimpleNamespace(log_artifact=lambda path, **how: sent.append((path, how)))

@@ -483,7 +483,7 @@ def test_a_response_length_in_which_no_answer_can_be_finished(good: Path, tmp_pa
 def test_layers_that_the_model_does_not_have(good: Path, settings: dict, says: str) -> None:
     wanted = config(good)
     model = schema.Model.model_validate({"path": str(good)} | settings)
-    wanted = wanted.model_copy(update={"model": model})
+    wanted = wanted.unchecked_copy(update={"model": model})
     with pytest.raises(SetupError) as caught:
         list(check_fit(wanted, str(good), load_task(wanted.task, wanted.seed)))
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
@@ -591,7 +591,7 @@ def test_the_files_that_an_index_names_must_be_there_and_others_need_not(model: 
 def test_layers_that_no_pattern_names_are_told_without_blaming_the_model(model: Path) -> None:
     wanted = config(model)
     wanted = wanted.model_copy(
-        update={"model": wanted.model.model_copy(update={"freeze": ["nosuch"]})}
+        update={"model": wanted.model.unchecked_copy(update={"freeze": ["nosuch"]})}
     )
     with pytest.raises(SetupError, match=r"^model\.freeze"):
         list(check_fit(wanted, str(model), load_task(wanted.task, wanted.seed)))

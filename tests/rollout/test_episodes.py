@@ -336,9 +336,9 @@ def test_an_actor_puts_groups_of_episodes() -> None:
 
 def test_remax_plays_one_greedy_episode_more_in_an_environment_of_its_own() -> None:
     config = config_of(prompt_length=40)
-    remax = config.algorithm.model_copy(update={"adv_estimator": "remax"})
+    remax = config.algorithm.unchecked_copy(update={"adv_estimator": "remax"})
     engine = Saying(*["end 1"] * 6)
-    queue, _ = produce(engine, config.model_copy(update={"algorithm": remax}))
+    queue, _ = produce(engine, config.unchecked_copy(update={"algorithm": remax}))
     for group in queue.kept:
         assert [row.role for row in group.rows] == ["train", "train", "baseline"]
         assert len(group.prompts) == 1, "all begin with the same seed"
@@ -362,7 +362,7 @@ def evaluate(engine: Saying, *, n: int) -> tuple[list[Any], list[dict[str, Any]]
     """Two held-out problems, and how often a player was asked for."""
     config, made = config_of(), 0
     config = config.model_copy(
-        update={"evaluation": config.evaluation.model_copy(update={"n": n, "temperature": 0.7})}
+        update={"evaluation": config.evaluation.unchecked_copy(update={"n": n, "temperature": 0.7})}
     )
 
     async def main() -> tuple[list[Any], list[dict[str, Any]]]:

@@ -41,7 +41,7 @@ def config_of(**algorithm: Any) -> Config:
     admitted here.
     """
     config = Config.model_validate({"run": {"total_steps": 3}, "model": {"path": "m"}})
-    return config.model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
+    return config.unchecked_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
 
 
 def make_rows(seed: int = 0) -> dict[RowKey, LearnerRow]:

@@ -162,7 +162,7 @@ def _given(wire: Wire) -> Config:
         section: Any = config
         for parent in parents[:depth]:
             section = getattr(section, parent)
-        changed = section.model_copy(update={name: changed})
+        changed = section.unchecked_copy(update={name: changed})
         name = parents[depth - 1] if depth else ""
     return changed
 

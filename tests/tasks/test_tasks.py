@@ -142,7 +142,7 @@ def test_gsm8k_solutions_earn_everything(gsm8k):
         assert "<<" not in problem.solution
     assert [message["role"] for message in gsm8k.train(0).prompt] == ["system", "user"]
     plain = (
-        create_task(GSM8K.model_copy(update={"options": {"style": "plain", "system": ""}}), 0)
+        create_task(GSM8K.unchecked_copy(update={"options": {"style": "plain", "system": ""}}), 0)
         .train(0)
         .prompt
     )
@@ -293,10 +293,10 @@ def test_malformed_rows_are_named_or_skipped(tmp_path):
         r"not a JSON object",
     ):
         load_task(config, 0)
-    task = load_task(config.model_copy(update={"max_bad_fraction": 0.5}), 0)
+    task = load_task(config.unchecked_copy(update={"max_bad_fraction": 0.5}), 0)
     assert len(task) == 3 and "3 of 6 rows" in task.notes[0]
     with pytest.raises(TaskError):
-        load_task(config.model_copy(update={"max_bad_fraction": 0.49}), 0)
+        load_task(config.unchecked_copy(update={"max_bad_fraction": 0.49}), 0)
 
 
 def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
@@ -527,9 +527,9 @@ def test_jsonl_matching(tmp_path):
         Score({"correct": 0.0}, 0.0),
     ]
     assert task.score("4", task.train(1).reference).verdict == 1.0
-    contains = create_task(config.model_copy(update={"options": {"match": "contains"}}), 0)
+    contains = create_task(config.unchecked_copy(update={"options": {"match": "contains"}}), 0)
     assert contains.score("in Paris", reference).verdict == 1.0
-    regex = create_task(config.model_copy(update={"options": {"match": "regex"}}), 0)
+    regex = create_task(config.unchecked_copy(update={"options": {"match": "regex"}}), 0)
     assert regex.score("in Paris", {"answer": "P.r[a-i]s$", "rewards": {}}).verdict == 1.0
     with pytest.raises(TaskError, match="not a regular expression"):
         load_task(
@@ -568,7 +568,7 @@ def test_reasoning_gym():
         ({"dataset": "chain_sum", "params": {"seed": 3}}, "may not hold seed"),
     ]:
         with pytest.raises(TaskError, match=message):
-            load_task(config.model_copy(update={"options": options}), 0)
+            load_task(config.unchecked_copy(update={"options": options}), 0)
 
 
 def test_partial_scores_and_unusual_metadata_survive():

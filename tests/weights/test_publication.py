@@ -407,7 +407,7 @@ class Run:
         self.serving, self._gang, self._epoch = serving, gang, next(serving.epochs)
         self._config = config_of(serving.directory, stage=stage, ranks=ranks, variant=variant)
         self._config = self._config.model_copy(
-            update={"run": self._config.run.model_copy(update={"dir": str(tmp_path)})}
+            update={"run": self._config.run.unchecked_copy(update={"dir": str(tmp_path)})}
         )
 
     def __enter__(self) -> Self:

@@ -146,7 +146,7 @@ def written(config: Config) -> Any:
     _, tokenizer = renderer_of_family("qwen3")
     tokenizer.chat_template = HERMES
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": "Qwen/Qwen3-0.6B"})}
+        update={"model": config.model.unchecked_copy(update={"path": "Qwen/Qwen3-0.6B"})}
     )
     task = with_tools(Asks(None, 0), ["calculator"])
     found = chat_format_of(config, tokenizer, task)

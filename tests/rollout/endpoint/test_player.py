@@ -264,7 +264,7 @@ def test_a_program_that_is_being_begun_is_ended_too(
         monkeypatch.setattr(_Pipes, "open", slow)
         config = config_of([*script("failing"), "leaves_and_hangs", str(pids)])
         options = config.task.options | {"preload": preload, "variables": {"OFFLINE": "1"}}
-        task = Program(config.task.model_copy(update={"options": options}), 0)
+        task = Program(config.task.unchecked_copy(update={"options": options}), 0)
         environment = task.environment()
         reference = {"prompt": "", "reference": 0, "url": "http://127.0.0.1:9/v1", "key": "k" * 32}
         reset = asyncio.create_task(environment.reset(reference, 0))
