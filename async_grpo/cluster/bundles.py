@@ -64,10 +64,11 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         and all(bundle.holds(_asked(1.0, gpus * size)) for _, bundle in engines)
     )
     if not fits:
+        needed = ", ".join(map(str, bundles(config, gpus=gpus)))
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
-            f"{', '.join(map(str, bundles(config, gpus=gpus)))}, the first for the one who starts it "
-            "(async_grpo.tune.resources asks for these)"
+            f"{needed}, the first for the one who starts it (async_grpo.tune.resources asks for "
+            "these)"
         )
     sharers = 2 if shared else 1
 

@@ -92,14 +92,14 @@ def test_a_setting_whose_owner_is_off_is_refused(empty, text) -> None:
 
 def test_all_that_belongs_to_tracking_and_journal_is_named(empty) -> None:
     config = load_config(empty, BASE)
-    off = config.model_copy(
+    off = config.unchecked_copy(
         update={
-            "tracking": config.tracking.model_copy(
+            "tracking": config.tracking.unchecked_copy(
                 update={"mlflow": False, "uri": "http://there", "offline_ok": True}
             ),
-            "replay": config.replay.model_copy(
+            "replay": config.replay.unchecked_copy(
                 update={
-                    "journal": config.replay.journal.model_copy(
+                    "journal": config.replay.journal.unchecked_copy(
                         update={"enable": False, "fsync": "never"}
                     )
                 }

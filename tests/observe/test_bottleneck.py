@@ -204,9 +204,9 @@ def test_a_group_that_outlasts_its_steps_is_named_and_masking_advised(
         for line in lines(steps=6, starved=0.5, blocked=0.4, length=40.0)
     ]
     settings = config()
-    settings = settings.model_copy(
+    settings = settings.unchecked_copy(
         update={
-            "replay": settings.replay.model_copy(
+            "replay": settings.replay.unchecked_copy(
                 update={"on_stale": "mask" if masks else "wait", "max_staleness": 1}
             )
         }

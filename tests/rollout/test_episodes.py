@@ -361,7 +361,7 @@ def test_a_group_whose_environment_fails_is_failed_with_its_reason_and_tokens() 
 def evaluate(engine: Saying, *, n: int) -> tuple[list[Any], list[dict[str, Any]], int]:
     """Two held-out problems, and how often a player was asked for."""
     config, made = config_of(), 0
-    config = config.model_copy(
+    config = config.unchecked_copy(
         update={"evaluation": config.evaluation.unchecked_copy(update={"n": n, "temperature": 0.7})}
     )
 

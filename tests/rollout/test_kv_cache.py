@@ -119,7 +119,7 @@ def test_a_response_that_ends_is_not_waited_for(clock: Clock) -> None:
 def test_seeded_responses_on_cpu_keep_their_caches() -> None:
     plain = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "a"}})
     seeded = plain.unchecked_copy(
-        update={"rollout": plain.rollout.model_copy(update={"seeded": "on"})}
+        update={"rollout": plain.rollout.unchecked_copy(update={"seeded": "on"})}
     )
     assert cache_mode(seeded, device="cpu") == "keep"
     assert cache_mode(seeded, device="cuda") == "auto"

@@ -145,7 +145,7 @@ def written(config: Config) -> Any:
     """How chats are written, and with which parser calls are read."""
     _, tokenizer = renderer_of_family("qwen3")
     tokenizer.chat_template = HERMES
-    config = config.model_copy(
+    config = config.unchecked_copy(
         update={"model": config.model.unchecked_copy(update={"path": "Qwen/Qwen3-0.6B"})}
     )
     task = with_tools(Asks(None, 0), ["calculator"])
