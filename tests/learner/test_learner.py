@@ -237,7 +237,7 @@ def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> Non
     case = make_case(models["plain"])
     history, weights = expected(models, "plain", case)
     config = config_of(models, stage)
-    config = config.model_copy(
+    config = config.unchecked_copy(
         update={"model": config.model.unchecked_copy(update={"dtype": "bfloat16"})}
     )
     with open_learner(config, models, case) as learner:
@@ -313,7 +313,7 @@ def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> No
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
     ):
         config = config_of(models, 1)
-        config = config.model_copy(
+        config = config.unchecked_copy(
             update={"learner": config.learner.unchecked_copy(update={"deepspeed": keys})}
         )
         with pytest.raises(ValueError, match=name):

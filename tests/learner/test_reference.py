@@ -93,7 +93,7 @@ def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
     try:
         assert min(step(learner, case), step(learner, case)) > 1e-4, "no refresh is due at step 3"
         learner.save(str(tmp_path / "unmoved"), {})
-        learner.config = learner.config.model_copy(
+        learner.config = learner.config.unchecked_copy(
             update={
                 "model": learner.config.model.unchecked_copy(
                     update={"reference_refresh_steps": STEP}

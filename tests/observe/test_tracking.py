@@ -788,7 +788,7 @@ def test_a_registered_model_is_loaded_by_mlflow_and_generates(
     uri = finished[0].uri
     config = _config(uri=uri, register_model="adds")
     config = config.unchecked_copy(
-        update={"run": config.run.model_copy(update={"dir": str(tmp_path)})}
+        update={"run": config.run.unchecked_copy(update={"dir": str(tmp_path)})}
     )
     tracker, said = Tracker(config, run_dir=tmp_path, resume_run_id=None), io.StringIO()
     tracker.start()
@@ -807,7 +807,7 @@ def test_a_registered_model_is_loaded_by_mlflow_and_generates(
 def test_a_model_that_cannot_be_packaged_is_kept_and_said(tmp_path: Path) -> None:
     config = _config(register_model="adds")
     config = config.unchecked_copy(
-        update={"run": config.run.model_copy(update={"dir": str(tmp_path)})}
+        update={"run": config.run.unchecked_copy(update={"dir": str(tmp_path)})}
     )
     (tmp_path / "hf").mkdir()
     sent, said = [], io.StringIO()

@@ -443,7 +443,7 @@ def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(
     good: Path, tmp_path: Path
 ) -> None:
     chat = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": "1+1="}]])
-    wanted = config(good).model_copy(
+    wanted = config(good).unchecked_copy(
         update={
             "evaluation": schema.Evaluation(task=operation.EvaluationTask(name="jsonl", eval=chat))
         }
@@ -590,7 +590,7 @@ def test_the_files_that_an_index_names_must_be_there_and_others_need_not(model: 
 
 def test_layers_that_no_pattern_names_are_told_without_blaming_the_model(model: Path) -> None:
     wanted = config(model)
-    wanted = wanted.model_copy(
+    wanted = wanted.unchecked_copy(
         update={"model": wanted.model.unchecked_copy(update={"freeze": ["nosuch"]})}
     )
     with pytest.raises(SetupError, match=r"^model\.freeze"):

@@ -406,7 +406,7 @@ class Run:
     ) -> None:
         self.serving, self._gang, self._epoch = serving, gang, next(serving.epochs)
         self._config = config_of(serving.directory, stage=stage, ranks=ranks, variant=variant)
-        self._config = self._config.model_copy(
+        self._config = self._config.unchecked_copy(
             update={"run": self._config.run.unchecked_copy(update={"dir": str(tmp_path)})}
         )
 
