@@ -27,7 +27,7 @@ from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.checkpoint.resume import first_evaluation, has_past, last_logged_step, verified
 from async_grpo.checkpoint.saver import Saver, saver_of
-from async_grpo.cluster.connection import Connection
+from async_grpo.cluster.connection import Connection, uses_cluster
 from async_grpo.cluster.placement import without_engines
 from async_grpo.config.load import dump, resolve
 from async_grpo.config.schema import Config
@@ -128,7 +128,7 @@ class Lifecycle:
             data=self._facts.fingerprint,
             listener=self._log,
         )
-        with self.console.phase("starting Ray"):
+        with self.console.phase("joining Ray" if uses_cluster() else "starting Ray"):
             self._connect()
         from async_grpo.cluster.prometheus import Exported
 

@@ -1,9 +1,12 @@
-"""A small configuration for runs that a script drives."""
+"""A small configuration for runs that a script drives, and what is left of them in Ray."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from ray._private import state
+from ray.util.placement_group import placement_group_table
 
 from async_grpo.config.schema import Config
 
@@ -29,3 +32,11 @@ def settings(directory: Path, model: str, **run: Any) -> Config:
             "cluster": {"rollout_actors": {"max": 1}, "engine": {"kv_cache_gb": 0.01}},
         }
     )
+
+
+def residents() -> list[str]:
+    """Living actors, and reservations, of the cluster."""
+    actors = state.actors().values()
+    living = [one["ActorClassName"] for one in actors if one["State"] != "DEAD"]
+    groups = placement_group_table().values()
+    return living + [one["state"] for one in groups if one["state"] != "REMOVED"]

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import ray
 import torch
-from ray._private import state
-from ray.util.placement_group import placement_group_table
 from safetensors.torch import load_file
 
 from async_grpo import Callback, RunError, Trainer
 from async_grpo.callbacks.metric_stream import MetricStream
 from async_grpo.observe.console.console import Console
-from tests.support.library import settings
+from tests.support.library import residents, settings
 from tests.support.models import write_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -59,14 +57,6 @@ class Own:
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def residents() -> list[str]:
-    """Living actors, and reservations, of the cluster."""
-    actors = state.actors().values()
-    living = [one["ActorClassName"] for one in actors if one["State"] != "DEAD"]
-    groups = placement_group_table().values()
-    return living + [one["state"] for one in groups if one["state"] != "REMOVED"]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """Runs as trials of Ray Tune: two at once on two cores, and one that goes on from another's
-checkpoint with another learning rate.
+checkpoint with another learning rate; and a run that a task of Ray drives.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.schema import Config
+from async_grpo.trainer import Trainer
 from async_grpo.tune import trainable
-from tests.support.library import settings
+from tests.support.library import residents, settings
 from tests.support.models import write_model
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.alone]
 
@@ -79,3 +81,16 @@ def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path
     after = [row for row in rows if row[1] == 5e-4]
     assert before and after and after[0][0] > 1, rows
     assert after[-1][0] == 6
+
+
+@ray.remote(num_cpus=1)
+def train_in_a_task(config: Config) -> tuple[list[int], str]:
+    """A whole run, driven by a task of Ray."""
+    with Trainer(config) as trainer:
+        return [result["training_iteration"] for result in trainer], trainer.save().name
+
+
+def test_a_task_of_ray_drives_a_run(config: Config) -> None:
+    steps, saved = ray.get(train_in_a_task.remote(config), timeout=600)
+    assert steps == [1, 2, 3, 4, 5, 6] and saved == "step_000006"
+    wait_until(lambda: residents() == [], 30, "the run's processes to be gone")
