@@ -16,7 +16,8 @@ its run. Hides how a trial becomes a run:
     placement group of the trial: [driver] [rank 0] ... [engine 0] ...    (`cluster.bundles`)
     parameters of the trial:      settings, `section.key` -> value
     a report:                     the metrics of a learner step, and of the newest evaluation
-    a checkpoint of the trial:    one of the run (`checkpoint.every_steps`, and the last)
+    a checkpoint of the trial:    one of the run (`checkpoint.every_steps`, and the last), with the
+                                  report of its step
 
 Invariant: a trial has a directory, ports and an MLflow run of its own; one that begins from
 another's checkpoint goes on from its weights, optimizer and step, with its own parameters.
@@ -113,10 +114,15 @@ def _train(settings: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
         trainer.start()
         if config.evaluation.before and not trainer.steps_done:
             trainer.evaluate()
-        result: dict[str, Any] = {}
+        every, last = config.checkpoint.every_steps, None
         for result in trainer:
-            if not result.pop("done"):
-                reports.report(result)
-        trainer.save()
-        trainer.evaluate()
-        reports.report(result)
+            if result.pop("done"):
+                last = result
+                break
+            if every and result["training_iteration"] % every == 0:
+                trainer.save()  # complete, since Tune may end the trial at its report
+            reports.report(result)
+        if last is not None:  # None: it began from a checkpoint of its last step
+            trainer.save()
+            trainer.evaluate()
+            reports.report(last)

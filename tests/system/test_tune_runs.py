@@ -66,8 +66,8 @@ def test_two_trials_at_once_keep_apart(config: Config, tmp_path: Path) -> None:
 def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path) -> None:
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
-        perturbation_interval=3,
-        burn_in_period=3,
+        perturbation_interval=4,
+        burn_in_period=4,
         quantile_fraction=0.5,
         hyperparam_mutations={"learner.lr": [5e-4]},
         resample_probability=1.0,
@@ -79,8 +79,8 @@ def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path
     rows = changed[0].metrics_dataframe[["training_iteration", "train/lr"]].values.tolist()
     before = [row for row in rows if row[1] != 5e-4]
     after = [row for row in rows if row[1] == 5e-4]
-    assert before and after and after[0][0] > 1, rows
-    assert after[-1][0] == 6
+    assert [step for step, _ in before] == [1, 2, 3, 4], rows
+    assert [step for step, _ in after] == [5, 6], rows
 
 
 @ray.remote(num_cpus=1)
