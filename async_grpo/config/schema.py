@@ -30,6 +30,9 @@ from async_grpo.config.section import (
 from async_grpo.config.transports import TransportName
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from async_grpo.callbacks.base import Callback
     from async_grpo.observe.console.console import Console
     from async_grpo.trainer import Trainer
 
@@ -552,10 +555,12 @@ class Config(Section):
         mode = self.rollout.seeded
         return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)
 
-    def build(self, *, console: Console | None = None) -> Trainer:
+    def build(
+        self, *, console: Console | None = None, callbacks: Sequence[Callback] = ()
+    ) -> Trainer:
         """Build the trainer of this configuration, which prints to `console`, or to standard
         output. Nothing starts before its first call.
         """
         from async_grpo.trainer import Trainer
 
-        return Trainer(self, console=console)
+        return Trainer(self, console=console, callbacks=callbacks)
