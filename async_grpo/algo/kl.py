@@ -29,10 +29,10 @@ def kl_penalty(
     |d|, "mse" (k2) is d^2 / 2, "low_var_kl" (k3) is exp(-d) - 1 + d; k1, k2 and k3 are names too. A
     "+" at the end keeps the value and takes the gradient of k2, whose expectation under the policy
     is that of the divergence. `anchor_logprobs`: multiplies the penalty by exp(log-prob - anchor),
-    with gradient through both factors; for tokens that the anchor sampled, k1 and k3 alone (without
-    "+") then have the expected value and gradient of the divergence (arXiv 2512.02556). Entries
-    must be finite: leave masked tokens out. Raises ValueError for an unknown kind or a shape
-    mismatch.
+    for tokens that the anchor sampled: k1 and k3 with gradient through both factors, which gives
+    the expected value and gradient of the divergence (arXiv 2512.02556); k2 and every "+" with a
+    detached ratio, which gives that gradient. Entries must be finite: leave masked tokens out.
+    Raises ValueError for an unknown kind or a shape mismatch.
     """
     base = kind.removesuffix("+")
     if base not in _ESTIMATORS:
@@ -44,8 +44,8 @@ def kl_penalty(
         k2 = _k2(log_ratio)
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
-        log_ratio = _log_ratio(logprobs, anchor_logprobs)
-        penalty = bounded_exp(log_ratio) * penalty
+        ratio = bounded_exp(_log_ratio(logprobs, anchor_logprobs))
+        penalty = (ratio.detach() if _slope_of_k2(kind) else ratio) * penalty
     return penalty
 
 
@@ -90,6 +90,11 @@ def _log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     """Subtract `other`, in float32 or better, with gradient to `logprobs` only."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     return logprobs.to(dtype) - other.detach().to(dtype)
+
+
+def _slope_of_k2(kind: str) -> bool:
+    """Whether the gradient of this penalty is that of k2."""
+    return kind.endswith("+") or kind in ("mse", "k2")
 
 
 def _k1(log_ratio: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ class KlCtrl(Section):
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """Keep the coefficient, or steer it after every step so that the KL goes to `target_kl`."""
-    kl_type: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
-    """Estimator of the KL per token."""
+    kl_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
+    """Estimator of the KL per token; k1, k2 and k3 are other names of kl, mse and low_var_kl."""
     kl_coef: AtLeast0 = 0.001
     """Coefficient, at the start if it is adaptive."""
     target_kl: Above0 = 0.1
@@ -239,13 +239,29 @@ class Algorithm(Section):
     """Add a KL penalty to a reference policy to the loss."""
     kl_loss_coef: AtLeast0 = 0.001
     """Weight of the KL penalty."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+"] = (
-        "low_var_kl"
-    )
-    """Estimator: k1, |k1|, k2, k3; `+`: its value with k2's gradient, that of the divergence."""
-    kl_loss_unbiased: bool = False
-    """Multiply the penalty by the ratio to the anchor policy, with gradient through both: unbiased
-    for off-policy tokens.
+    kl_loss_type: Literal[
+        "kl",
+        "k1",
+        "abs",
+        "mse",
+        "k2",
+        "low_var_kl",
+        "k3",
+        "kl+",
+        "k1+",
+        "abs+",
+        "mse+",
+        "k2+",
+        "low_var_kl+",
+        "k3+",
+    ] = "low_var_kl"
+    """Estimator: kl (k1), abs (of k1), mse (k2), low_var_kl (k3); `+`: its value with k2's
+    gradient, that of the divergence.
+    """
+    kl_loss_unbiased: bool | Literal["anchor", "behavior"] = False
+    """Multiply the penalty by the ratio to the anchor policy (true says the same), or to the policy
+    that sampled: unbiased for off-policy tokens. k1 and k3 have gradient through both factors; with
+    the gradient of k2 the ratio is detached.
     """
     behavior_penalty: AtLeast0 = 0.0
     """Weight of (log-prob - log-prob of the sampler)^2, added to the loss of every token, whatever

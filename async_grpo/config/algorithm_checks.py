@@ -268,21 +268,22 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
             "`algorithm.use_kl_loss` and `algorithm.add_token_level_kl` are both true: the KL "
             "would be punished twice; keep one."
         )
-    if algorithm.use_kl_loss and algorithm.kl_loss_type == "kl" and not algorithm.kl_loss_unbiased:
+    kind, unbiased = algorithm.kl_loss_type, algorithm.kl_loss_unbiased
+    if algorithm.use_kl_loss and kind in ("kl", "k1") and not unbiased:
         yield (
-            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use kl+ (same "
-            "value, the gradient of the divergence), low_var_kl, or `kl_loss_unbiased: true`."
+            f"`algorithm.kl_loss_type: {kind}` has an expected gradient of 0 as a loss; use {kind}+ "
+            "(same value, the gradient of the divergence), low_var_kl, or `kl_loss_unbiased: "
+            "anchor`."
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
         yield (
             "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it "
             "to true, or remove the correction."
         )
-    if algorithm.kl_loss_unbiased and algorithm.kl_loss_type not in ("kl", "low_var_kl"):
+    if unbiased and kind == "abs":
         yield (
-            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with `kl_loss_unbiased` it is "
-            "kl or low_var_kl: the others have a bias of their own, or already hold the gradient "
-            "of the divergence."
+            "`algorithm.kl_loss_type` is abs, which has a bias of its own that `kl_loss_unbiased` "
+            "leaves: use low_var_kl, mse, or abs+."
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
         yield (

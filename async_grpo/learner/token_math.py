@@ -272,9 +272,10 @@ class TokenMath:
         algorithm = self._algorithm
         if batch.reference is None or not algorithm.use_kl_loss:
             return None
-        corrected = anchor if algorithm.kl_loss_unbiased else None
+        unbiased = algorithm.kl_loss_unbiased
+        sampled = batch.behavior if unbiased == "behavior" else anchor if unbiased else None
         return kl_penalty(
-            logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected
+            logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=sampled
         )
 
     def _anchor(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:

@@ -243,12 +243,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["kl_loss_type: kl", "gradient of 0", "kl+"],
         ),
         (
+            ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"],
+            ["kl_loss_type: k1", "gradient of 0", "k1+"],
+        ),
+        (
             [
                 "algorithm.use_kl_loss=true",
                 "algorithm.kl_loss_unbiased=true",
-                "algorithm.kl_loss_type=kl+",
+                "algorithm.kl_loss_type=abs",
             ],
-            ["kl+", "kl_loss_unbiased", "low_var_kl"],
+            ["kl_loss_type` is abs", "kl_loss_unbiased", "low_var_kl"],
         ),
         (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased", "use_kl_loss` is false"]),
         (["algorithm.kl_ctrl.type=adaptive"], ["adaptive", "add_token_level_kl"]),
@@ -367,6 +371,11 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             "algorithm.kl_loss_unbiased=true",
             "model.reference_refresh_steps=5",
         ],
+        [
+            "algorithm.use_kl_loss=true",
+            "algorithm.kl_loss_type=k2",
+            "algorithm.kl_loss_unbiased=behavior",
+        ],
         ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
         [
             FILTER,
@@ -454,7 +463,8 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     assert scores == set(importance.SCORES) and reductions == set(importance.REDUCTIONS)
     assert listed("importance.mode") == set(importance.IMPORTANCE)
     assert listed("loss_agg_mode") == set(AGGREGATIONS)
-    assert listed("kl_loss_type") | listed("kl_ctrl.kl_type") <= set(KL_PENALTIES)
+    assert listed("kl_loss_type") == set(KL_PENALTIES)
+    assert listed("kl_ctrl.kl_type") == {name for name in KL_PENALTIES if "+" not in name}
     assert listed("clip_schedule.kind") == set(losses.CLIP_SCHEDULES)
 
 

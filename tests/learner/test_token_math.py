@@ -54,6 +54,38 @@ def test_the_gradient_does_not_depend_on_the_split(loss: str, mode: str) -> None
         torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.parametrize("against", [False, True, "anchor", "behavior"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "mse", "k3", "k1+", "k3+"])
+def test_the_kl_loss_is_corrected_by_the_ratio_that_is_named(kind: str, against: Any) -> None:
+    """Value and gradient of every token, against a loop over tokens, in any split."""
+    given = {"anchor": "recomputed", "policy_loss": "gpg"}
+    config = config_of(
+        use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind, kl_loss_unbiased=against, **given
+    )
+    rows = make_rows()
+    value, wanted = gradient(config, rows, [sorted(rows)])
+    plain = gradient(config_of(**given), rows, [sorted(rows)])
+    theta = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for key, row in rows.items():
+        batch = token_batch([PlanRow(*key, 2, len(row.lag), 1.0, len(row.lag))], [row], CPU)
+        for t, x in enumerate(logprobs_of(batch, rows, theta)):
+            d = x - float(row.reference[t])
+            k2 = d * d / 2
+            k = {"k1": d, "k2": k2, "mse": k2, "k3": torch.exp(-d) - 1 + d}[kind.removesuffix("+")]
+            k = float(k.detach()) + k2 - float(k2.detach()) if kind.endswith("+") else k
+            if against:
+                sampled = row.behavior[t] if against == "behavior" else row.anchor[t]
+                ratio = torch.exp(x - float(sampled))
+                k = (ratio if kind in ("k1", "k3") else float(ratio.detach())) * k
+            total = total + 0.3 * k / sum(LENGTHS)
+    assert value - plain[0] == pytest.approx(float(total.detach()), rel=1e-6)
+    slope = torch.autograd.grad(total, theta)[0]
+    torch.testing.assert_close(wanted - plain[1], slope, rtol=1e-6, atol=1e-9)
+    for split in splits(sorted(rows))[1:3]:
+        torch.testing.assert_close(gradient(config, rows, split)[1], wanted, rtol=1e-7, atol=1e-10)
+
+
 @pytest.mark.parametrize("loss", sorted(CLIPPED - {"m2po"}))
 def test_a_recomputed_anchor_that_did_not_move_is_the_behaviour_policy(loss: str) -> None:
     rows = make_rows()
