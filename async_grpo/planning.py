@@ -5,8 +5,9 @@ Runs in: the driver. One number per row is computed here and nowhere else; every
 happens on the ranks.
 
     lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row  (`plans`)
-    raw rewards x weights -> clip -> + overlong penalty -> normalised -> - token KL of the row
-        -> group statistics -> advantage per row -> whitened over tokens -> clipped      (`values`)
+    raw rewards x weights -> clip -> + overlong penalty -> normalised -> clipped again
+        -> - token KL of the row -> group statistics -> advantage per row -> whitened over tokens
+        -> clipped                                                                       (`values`)
 
 Estimators with returns get the normalised reward instead, `turn_grpo` that of each turn; token KL,
 returns, whitening and clip are done on the ranks.
@@ -160,6 +161,8 @@ class RowMath:
             counted=torch.tensor([key in rows for key in everyone]),
             running=self._moments,
         )
+        if (clip := algorithm.reward_clip_after) is not None:
+            normalized = normalized.clamp(-clip, clip)
         normed = dict(zip(everyone, normalized.tolist(), strict=True))
         metrics = self._metrics(batch, rows, greedy, shaped)
         if self._estimator.turns:

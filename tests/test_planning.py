@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -172,6 +173,56 @@ def test_rewards_are_normalised_with_the_named_statistics(
     )
 
 
+LEVELS = ("none", "group", "batch", "running")
+
+
+@pytest.mark.parametrize(
+    ("mean_of", "std_of"), [pair for pair in product(LEVELS, LEVELS) if pair != ("none", "none")]
+)
+def test_mean_and_deviation_have_statistics_of_their_own_and_a_clip_follows(
+    mean_of: str, std_of: str
+) -> None:
+    norm = {"mean": mean_of, "std": std_of}
+    math_ = RowMath(config(adv_estimator="raw", reward_norm=norm, reward_clip_after=0.3), WEIGHTS)
+    seen: list[float] = []
+    clipped = 0
+    for step in (1, 2):
+        batch = batch_of(step)
+        scores = {key: score(meta) for key, meta in rows_of(batch).items()}
+        seen += scores.values()
+        wanted = {}
+        for key, value in scores.items():
+            group = [other for (group_id, _), other in scores.items() if group_id == key[0]]
+            over = {"group": group, "batch": list(scores.values()), "running": seen}
+            value -= 0.0 if mean_of == "none" else mean(over[mean_of])
+            if std_of != "none" and max(over[std_of]) - min(over[std_of]) > 1e-6:
+                value /= std(over[std_of]) + 1e-6
+            clipped += abs(value) > 0.3
+            wanted[key] = min(max(value, -0.3), 0.3)
+        assert numbers(math_.values(batch, {})[0]) == pytest.approx(wanted, abs=1e-9)
+    assert clipped
+    assert math_.state()["moments"]["count"] == (24 if "running" in (mean_of, std_of) else 0)
+
+
+@pytest.mark.parametrize("level", ["batch", "batch_centered", "batch_raw"])
+def test_the_step_s_deviation_is_about_the_centre_that_is_named(level: str) -> None:
+    batch = batch_of(1)
+    scores = {key: score(meta) for key, meta in rows_of(batch).items()}
+    means = {
+        group: mean([value for (other, _), value in scores.items() if other == group])
+        for group, _ in scores
+    }
+    squares = {
+        "batch": [(value - mean(list(scores.values()))) ** 2 for value in scores.values()],
+        "batch_centered": [(value - means[group]) ** 2 for (group, _), value in scores.items()],
+        "batch_raw": [value**2 for value in scores.values()],
+    }[level]
+    deviation = math.sqrt(sum(squares) / (len(squares) - 1)) + 1e-6
+    values, _ = RowMath(config(adv_std_level=level), WEIGHTS).values(batch, {})
+    wanted = {key: (value - means[key[0]]) / deviation for key, value in scores.items()}
+    assert numbers(values) == pytest.approx(wanted, abs=1e-9)
+
+
 def test_the_score_by_lag_goes_by_the_oldest_token() -> None:
     """Version 0 sampled all: in step 5 the lag is 4. Where later versions finished a response, its
     first tokens decide.
@@ -307,10 +358,16 @@ def test_the_coefficient_is_steered_after_its_use(estimator: str, kind: str) -> 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("estimator", "whitens"),
-    [("grpo", False), ("grpo", True), ("reinforce_plus_plus_baseline", False)],
+    [
+        ("grpo", False),
+        ("grpo", True),
+        ("reinforce_plus_plus_baseline", False),
+        ("raw", "shift"),
+        ("raw", "keep_mean"),
+    ],
 )
 def test_whitening_is_over_the_tokens_in_the_loss(
-    estimator: str, whitens: bool, masked: bool
+    estimator: str, whitens: bool | str, masked: bool
 ) -> None:
     batch = batch_of(1)
     settings = config(
@@ -324,6 +381,8 @@ def test_whitening_is_over_the_tokens_in_the_loss(
     scores = {key: score(meta) for key, meta in rows.items()}
     if estimator == "grpo":
         advantages = grpo(scores)
+    elif estimator == "raw":
+        advantages = scores
     else:
         means = {
             group: mean([value for (other, _), value in scores.items() if other == group])
@@ -337,7 +396,10 @@ def test_whitening_is_over_the_tokens_in_the_loss(
     if whitens or estimator != "grpo":
         tokens = [advantages[key] for key, count in counts.items() for _ in range(count)]
         advantages = {
-            key: (value - mean(tokens)) / (std(tokens) + 1e-6) if counts[key] else 0.0
+            key: (value - mean(tokens)) / (std(tokens) + 1e-6)
+            + (mean(tokens) if whitens == "keep_mean" else 0.0)
+            if counts[key]
+            else 0.0
             for key, value in advantages.items()
         }
     assert max(abs(value) for value in advantages.values()) > 1.1, "the clip has something to do"
@@ -452,7 +514,7 @@ def test_an_episode_of_several_rows_counts_once(mode: str, estimator: str) -> No
     settings = config(
         loss_agg_mode=mode,
         adv_estimator=estimator,
-        reward_norm="batch",
+        reward_norm=None if estimator == "grpo" else "batch",  # it would change nothing
         mask_truncated=True,
         overlong_buffer={"enable": True, "len": 4},
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from async_grpo.algo.catalog import ASYMRE_SHIFT, ESTIMATORS, EstimatorTraits, r
 from async_grpo.algo.filters import TOLERANCE
 
 EPSILON = 1e-6
+STD_LEVELS = ("group", "batch", "batch_centered", "batch_raw")
+"""Whose standard deviation an estimator divides by."""
 Collective = Callable[[Tensor], Tensor]
 
 
@@ -93,7 +95,7 @@ def row_advantages(
     *,
     lengths: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
-    adv_std_level: Literal["group", "batch"] = "group",
+    adv_std_level: str = "group",
     asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
     options: Any = None,
@@ -103,11 +105,13 @@ def row_advantages(
 
     Rows come in any order, groups in any size. `lengths` [B]: valid tokens per row; `opo` needs
     them. `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is
-    Dr. GRPO's advantage (arXiv 2503.20783). `adv_std_level` (`grpo`): whose: that of the group, or
-    of all rewards of the call. `asymre_shift`: added to the group mean in the baseline of `asymre`.
-    `f_norm`: divisor of `gpg`. `options`: those of a plugin's estimator. Each formula and its paper
-    is at the function of the estimator. Raises ValueError for an unknown estimator, one that works
-    on returns, options that it does not have, a shape mismatch or a number that is not finite.
+    Dr. GRPO's advantage (arXiv 2503.20783). `adv_std_level` (`grpo`): whose: that of the group; or
+    over the whole call, of the rewards about their mean (`batch`), about the means of their groups
+    (`batch_centered`), or about 0 (`batch_raw`). `asymre_shift`: added to the group mean in the
+    baseline of `asymre`. `f_norm`: divisor of `gpg`. `options`: those of a plugin's estimator. Each
+    formula and its paper is at the function of the estimator. Raises ValueError for an unknown
+    estimator, one that works on returns, options that it does not have, a shape mismatch or a
+    number that is not finite.
     """
     traits = ESTIMATORS.require(estimator)
     if traits.returns:
@@ -148,7 +152,7 @@ def token_advantages(
     gamma: float = 1.0,
     times: Tensor | None = None,
     reward_baselines: Tensor | None = None,
-    whiten_advantages: bool = False,
+    whiten_advantages: bool | str = False,
     advantage_clip: float | None = None,
     counted: Tensor | None = None,
     reduce: Collective | None = None,
@@ -156,12 +160,13 @@ def token_advantages(
     """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token
     [B, T] and the mask of valid tokens [B, T]; masked entries are 0 whatever they held.
 
-    `returns` are G_t of `discounted_returns`, with its `times`. `reinforce_plus_plus` (arXiv
-    2501.03262): G_t, always whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B],
-    the reward of the greedy response to the row's prompt. `turn_grpo`: G_t minus `reward_baselines`
-    too, both scaled as `trajectory_baselines` says. `counted`, `reduce`: see `whiten`. Raises
-    ValueError for an estimator without returns, a missing or useless baseline, a shape mismatch, a
-    reward that is not finite, or a gamma or clip out of range.
+    `returns` are G_t of `discounted_returns`, with its `times`. `reinforce`: G_t.
+    `reinforce_plus_plus` (arXiv 2501.03262): G_t, always whitened. `remax` (arXiv 2310.10505): G_t
+    minus `reward_baselines` [B], the reward of the greedy response to the row's prompt.
+    `turn_grpo`: G_t minus `reward_baselines` too, both scaled as `trajectory_baselines` says.
+    `counted`, `reduce`: see `whiten`. Raises ValueError for an estimator without returns, a missing
+    or useless baseline, a shape mismatch, a reward that is not finite, or a gamma or clip out of
+    range.
     """
     traits = ESTIMATORS.require(estimator)
     if not traits.returns:
@@ -211,11 +216,11 @@ def compute_advantages(
     gamma: float = 1.0,
     reward_baselines: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
-    adv_std_level: Literal["group", "batch"] = "group",
+    adv_std_level: str = "group",
     asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
     options: Any = None,
-    whiten_advantages: bool = False,
+    whiten_advantages: bool | str = False,
     advantage_clip: float | None = None,
     reduce: Collective | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -320,17 +325,16 @@ def discounted_returns(
     """G_t = sum over s >= t of gamma^(time_s - time_t) * reward_s: [B, T] -> [B, T], 0 on masked
     tokens (arXiv 2501.03262). Loops over T.
 
-    times [B, T]: when a token comes, never falling; by default its position, as in the formula: a
-    hole in the mask holds no reward but costs a factor gamma per position. Raises ValueError for a
-    shape mismatch or a gamma outside [0, 1].
+    times [B, T]: when a token comes, never falling; by default how many valid tokens there are up
+    to it, so that a hole in the mask, which holds no reward, does not discount what comes behind
+    it. Raises ValueError for a shape mismatch or a gamma outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
     valid = _valid(token_level_rewards, response_mask)
     returns = torch.where(valid, token_level_rewards, 0).double()
-    factors = torch.full_like(returns[:, 1:], gamma)
-    if times is not None:
-        factors = factors ** times.diff(dim=1)
+    times = valid.cumsum(1) if times is None else times
+    factors = torch.full_like(returns[:, 1:], gamma) ** times.diff(dim=1)
     for t in reversed(range(returns.shape[1] - 1)):
         returns[:, t] += factors[:, t] * returns[:, t + 1]
     return torch.where(valid, returns, 0).to(_float_type(token_level_rewards))
@@ -341,17 +345,18 @@ def whiten(
     values: Tensor,
     weights: Tensor,
     *,
+    keep_mean: bool = False,
     counted: Tensor | None = None,
     reduce: Collective | None = None,
 ) -> Tensor:
     """(x - mu) / (std + EPSILON) with mean and unbiased deviation over all valid tokens of all
-    ranks; 0 where the weight is 0.
+    ranks, plus mu with `keep_mean`; 0 where the weight is 0.
 
     `weights`, shaped like `values`: a mask of tokens, or each row's token count, which equals
     whitening its tokens. `counted` (0 or 1, same shape): entries that enter the moments on this
     rank, so that one held by two ranks counts once. `reduce` sums a small float64 tensor over the
     ranks (None: one process); it is called twice, also on a rank without entries. One valid token
-    or none gives 0. Raises ValueError for a shape mismatch.
+    or none gives 0 (plus mu). Raises ValueError for a shape mismatch.
     """
     for name, tensor in (("weights", weights), ("counted", counted)):
         if tensor is not None and tensor.shape != values.shape:
@@ -369,7 +374,9 @@ def whiten(
     rounding = rest / count.clamp(min=1)  # what the mean has lost: EPSILON would magnify it
     variance = (squares - count * rounding.square()).clamp(min=0) / (count - 1).clamp(min=1)
     whitened = (centred - rounding) / (variance.sqrt() + EPSILON)
-    return torch.where(valid & (count > 1), whitened, 0).to(_float_type(values))
+    mean = total / count.clamp(min=1) + rounding if keep_mean else torch.zeros_like(total)
+    whitened = mean + torch.where(count > 1, whitened, 0)
+    return torch.where(valid, whitened, 0).to(_float_type(values))
 
 
 @torch.no_grad()
@@ -377,20 +384,31 @@ def finish_advantages(
     advantages: Tensor,
     weights: Tensor,
     *,
-    whiten_advantages: bool,
+    whiten_advantages: bool | str,
     advantage_clip: float | None,
     counted: Tensor | None = None,
     reduce: Collective | None = None,
 ) -> Tensor:
     """Take the last two steps, in order: `whiten` if asked for, then clamp to +-advantage_clip
-    (None: off). Raises ValueError for a clip that is not above 0.
+    (None: off). whiten_advantages: false, `shift` (true says the same), or `keep_mean`. Raises
+    ValueError for another word, and a clip that is not above 0.
     """
+    if isinstance(whiten_advantages, str) and whiten_advantages not in ("shift", "keep_mean"):
+        raise ValueError(
+            f"whiten_advantages is {whiten_advantages!r}; choose true, false, shift or keep_mean"
+        )
     if advantage_clip is not None and not advantage_clip > 0:
         raise ValueError(
             f"advantage_clip is {advantage_clip}; it must be above 0, or null for none"
         )
     if whiten_advantages:
-        advantages = whiten(advantages, weights, counted=counted, reduce=reduce)
+        advantages = whiten(
+            advantages,
+            weights,
+            keep_mean=whiten_advantages == "keep_mean",
+            counted=counted,
+            reduce=reduce,
+        )
     return (
         advantages if advantage_clip is None else advantages.clamp(-advantage_clip, advantage_clip)
     )
@@ -444,11 +462,11 @@ def _valid(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _check_std_level(traits: EstimatorTraits, level: str, norm_by_std: bool) -> None:
-    if level not in ("group", "batch"):
-        raise ValueError(f"adv_std_level is {level!r}; choose group or batch")
-    if level == "batch" and not (traits.std_levels and norm_by_std):
+    if level not in STD_LEVELS:
+        raise ValueError(f"adv_std_level is {level!r}; choose {' or '.join(STD_LEVELS)}")
+    if level != "group" and not (traits.std_levels and norm_by_std):
         raise ValueError(
-            "adv_std_level batch belongs to the estimator grpo with norm_adv_by_std_in_grpo"
+            f"adv_std_level {level} belongs to the estimator grpo with norm_adv_by_std_in_grpo"
         )
 
 
@@ -471,10 +489,14 @@ def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     centred = rewards - groups.mean(rewards)
     if not options.norm_by_std:
         return centred
-    if options.std_level == "batch":
-        everyone = rewards - rewards.mean()
-        return centred / ((everyone.square().sum() / max(len(rewards) - 1, 1)).sqrt() + EPSILON)
-    return centred / (groups.std(centred) + EPSILON)
+    if options.std_level == "group":
+        return centred / (groups.std(centred) + EPSILON)
+    deviations = {
+        "batch": rewards - rewards.mean(),
+        "batch_centered": centred,
+        "batch_raw": rewards,
+    }[options.std_level]
+    return centred / ((deviations.square().sum() / max(len(rewards) - 1, 1)).sqrt() + EPSILON)
 
 
 @register_estimator("grpo_passk")

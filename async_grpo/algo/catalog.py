@@ -318,6 +318,7 @@ ESTIMATORS = Registry(
         "dr_grpo": EstimatorTraits(divides=True),
         "grpo_passk": EstimatorTraits(divides=True),
         "rloo": EstimatorTraits(),
+        "reinforce": EstimatorTraits(compares=False, returns=True),
         "reinforce_plus_plus": EstimatorTraits(compares=False, whitens=True, returns=True),
         "reinforce_plus_plus_baseline": EstimatorTraits(whitens=True),
         "remax": EstimatorTraits(compares=False, returns=True, baseline=True),

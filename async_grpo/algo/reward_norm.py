@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,27 +65,27 @@ def normalize_rewards(
     rewards: Tensor,
     group_index: Tensor,
     *,
-    reward_norm: Literal["group", "batch", "running"] | None,
-    reward_shift: bool,
-    reward_scale: bool,
+    reward_norm: str | Mapping[Any, str] | None,
+    reward_shift: bool = False,
+    reward_scale: bool = False,
     counted: Tensor | None = None,
     running: RunningMoments | None = None,
 ) -> Tensor:
     """Normalise rewards [B], in their type: (R - mean) / (std + EPSILON).
 
-    `reward_norm` says whose statistics: those of the row's group (`group_index` [B] int64), of all
-    rows, or `running`, which is updated with this batch first. `reward_shift` alone only subtracts,
-    `reward_scale` alone only divides; both or neither is the full formula. Without `reward_norm`,
-    shift and scale use the statistics of all rows, and with neither the rewards stay as they are.
-    `counted` [B] bool: rows that enter the statistics; None is all. Statistics without spread (one
-    row, all equal within TOLERANCE; a `running` deviation within TOLERANCE) divide nothing, and
-    what a subtraction leaves within TOLERANCE is 0; without any row the rewards stay. Raises
-    ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a reward
-    that is not finite.
+    `reward_norm` says whose statistics: those of the row's `group` (`group_index` [B] int64), of
+    all rows (`batch`), or `running`, which is updated with this batch first. `reward_shift` alone
+    only subtracts, `reward_scale` alone only divides; both or neither is the full formula. Without
+    `reward_norm`, shift and scale use the statistics of all rows, and with neither the rewards stay
+    as they are. A mapping says whose `mean` and whose `std`, each one of these or `none`, as where
+    it is left out; then there is no shift or scale. `counted` [B] bool: rows that enter the
+    statistics; None is all. Statistics without spread (one row, all equal within TOLERANCE; a
+    `running` deviation within TOLERANCE) divide nothing, and what a subtraction leaves within
+    TOLERANCE is 0; without any row the rewards stay. Raises ValueError for an unknown
+    `reward_norm`, `running` without moments, a shape mismatch or a reward that is not finite.
     """
-    if reward_norm not in (None, "group", "batch", "running"):
-        raise ValueError(f"reward_norm is {reward_norm!r}; choose group, batch, running or null")
-    if reward_norm == "running" and running is None:
+    levels = _levels(reward_norm, reward_shift, reward_scale)
+    if "running" in levels and running is None:
         raise ValueError("reward_norm running needs the running moments")
     included = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted != 0
     if rewards.dim() != 1 or rewards.shape != group_index.shape or rewards.shape != included.shape:
@@ -96,32 +96,71 @@ def normalize_rewards(
     if not bool(torch.isfinite(rewards).all()):
         raise ValueError("a reward is not finite; drop the group before its rewards are normalised")
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-    if rewards.numel() == 0 or (reward_norm is None and not reward_shift and not reward_scale):
+    if rewards.numel() == 0 or levels == (None, None):
         return rewards.to(dtype)
     values = rewards.double()
-    if reward_norm == "running" and running is not None:
+    if "running" in levels and running is not None:
         running.update(values[included])
-        mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
-        varied = std > TOLERANCE
-    else:
-        whose = group_index if reward_norm == "group" else torch.zeros_like(group_index)
-        mean, std, varied = _statistics(values, included, whose)
-    if reward_shift or not reward_scale:
-        values = values - mean
-        values = torch.where(~varied & (values.abs() <= TOLERANCE), 0, values)
-    if reward_scale or not reward_shift:
-        values = torch.where(varied, values / (std + EPSILON), values)
+    mean_of, std_of = (
+        None
+        if level is None
+        else _statistics(level, rewards.double(), included, group_index, running)
+        for level in levels
+    )
+    if mean_of is not None:
+        values = values - mean_of.mean
+        values = torch.where(~mean_of.varied & (values.abs() <= TOLERANCE), 0, values)
+    if std_of is not None:
+        values = torch.where(std_of.varied, values / (std_of.std + EPSILON), values)
     return values.to(dtype)
 
 
+class _Statistics(NamedTuple):
+    """Mean, unbiased deviation and presence of a spread of what each row is compared with: [B]."""
+
+    mean: Tensor
+    std: Tensor
+    varied: Tensor
+
+
+def _levels(
+    reward_norm: str | Mapping[Any, str] | None, shift: bool, scale: bool
+) -> tuple[str | None, str | None]:
+    """Whose mean is subtracted, and whose deviation is divided by."""
+    if isinstance(reward_norm, Mapping):
+        if reward_norm.keys() - {"mean", "std"} or shift or scale:
+            raise ValueError(
+                f"reward_norm is {dict(reward_norm)}; a mapping has mean and std alone, and goes "
+                "without reward_shift and reward_scale"
+            )
+        found = [reward_norm.get("mean", "none"), reward_norm.get("std", "none")]
+    elif reward_norm is None and not shift and not scale:
+        return None, None
+    else:
+        level = "batch" if reward_norm is None else reward_norm
+        found = [level if shift or not scale else "none", level if scale or not shift else "none"]
+    for level in found:
+        if level not in ("none", "group", "batch", "running"):
+            raise ValueError(f"reward_norm is {level!r}; choose group, batch, running or null")
+    mean, std = (None if level == "none" else level for level in found)
+    return mean, std
+
+
 def _statistics(
-    values: Tensor, included: Tensor, group_index: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute mean, unbiased deviation and presence of a spread of each row's group: all [B]."""
-    groups = Groups.of(group_index)
+    level: str,
+    values: Tensor,
+    included: Tensor,
+    group_index: Tensor,
+    running: RunningMoments | None,
+) -> _Statistics:
+    """Statistics of a level, on every row."""
+    if level == "running" and running is not None:
+        std = torch.full_like(values, running.std)
+        return _Statistics(torch.full_like(values, running.mean), std, std > TOLERANCE)
+    groups = Groups.of(group_index if level == "group" else torch.zeros_like(group_index))
     count = groups.sum(included.double())
     mean = groups.expand(groups.sum(torch.where(included, values, 0)) / count.clamp(min=1))
     # a row that does not count has no deviation, so that it widens no spread
     centred = torch.where(included, values - mean, 0)
     std = groups.expand((groups.sum(centred.square()) / (count - 1).clamp(min=1)).sqrt())
-    return mean, std, groups.varied(centred)
+    return _Statistics(mean, std, groups.varied(centred))

@@ -147,11 +147,13 @@ class Algorithm(Section):
     """Divide by a standard deviation (`grpo`, `grpo_passk`, `turn_grpo`); false is Dr. GRPO's
     advantage.
     """
-    adv_std_level: Literal["group", "batch"] = "group"
-    """Whose standard deviation `grpo` divides by: the group's, or that of the learner step."""
+    adv_std_level: Literal["group", "batch", "batch_centered", "batch_raw"] = "group"
+    """Whose standard deviation `grpo` divides by: the group's, or over the learner step that of
+    the rewards, of the rewards minus the mean of their group, or of the rewards about 0.
+    """
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per step, for the estimators with returns (`reinforce_plus_plus`, `remax`,
-    `turn_grpo`).
+    """Discount per step, for the estimators with returns (`reinforce`,
+    `reinforce_plus_plus`, `remax`, `turn_grpo`).
     """
     gamma_per: Literal["token", "turn"] | None = None
     """What `gamma` discounts by: sampled tokens, or turns; null: turns of episodes, and tokens of
@@ -159,14 +161,26 @@ class Algorithm(Section):
     """
     asymre_shift: float = ASYMRE_SHIFT
     """Added to the group mean in `asymre`'s baseline; below 0 keeps off-policy learning stable."""
-    whiten_advantages: bool = False
-    """Subtract the advantages' mean over all tokens of the step; divide by their deviation."""
+    whiten_advantages: bool | Literal["shift", "keep_mean"] = False
+    """Subtract the advantages' mean over all tokens of the step and divide by their deviation
+    (`shift`, or true); `keep_mean` adds the mean again.
+    """
     advantage_clip: Above0 | None = None
     """Clamp advantages to [-clip, clip], last of all; null is off."""
     reward_clip: Above0 | None = None
     """Clamp the weighted reward sum to [-clip, clip], before anything else; null is off."""
-    reward_norm: Literal["group", "batch", "running"] | None = None
-    """Normalise shaped rewards by mean and deviation of the group, step, or all steps so far."""
+    reward_clip_after: Above0 | None = None
+    """Clamp rewards to [-clip, clip] once they are normalised, with `add_token_level_kl` that of
+    each token; null is off.
+    """
+    reward_norm: (
+        Literal["group", "batch", "running"]
+        | dict[Literal["mean", "std"], Literal["none", "group", "batch", "running"]]
+        | None
+    ) = None
+    """Normalise shaped rewards by mean and deviation of the group, step, or all steps so far; as a
+    mapping `{mean: group, std: batch}` the two apart, each `none` where it is left out.
+    """
     reward_shift: bool = False
     """Only subtract the mean (of `reward_norm`'s statistics, else the learner step's)."""
     reward_scale: bool = False

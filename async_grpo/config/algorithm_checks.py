@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.plugins import Known
 from async_grpo.config.schema import Config
 
@@ -39,8 +40,8 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
     levels = traits.std_levels and algorithm.norm_adv_by_std_in_grpo
     if algorithm.adv_std_level != "group" and not levels:
         yield (
-            "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with "
-            "`norm_adv_by_std_in_grpo: true`; remove it."
+            f"`algorithm.adv_std_level: {algorithm.adv_std_level}` belongs to `adv_estimator: "
+            "grpo` with `norm_adv_by_std_in_grpo: true`; remove it."
         )
     if algorithm.gamma != 1 and not traits.returns:
         returns = ESTIMATORS.where(lambda other: other.returns)
@@ -48,12 +49,10 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no "
             f"returns; allowed is 1, or {_listed(returns)}."
         )
-    if traits.turns and (
-        algorithm.reward_norm is not None or algorithm.reward_shift or algorithm.reward_scale
-    ):
+    if traits.turns and (_normalises(algorithm) or algorithm.reward_clip_after is not None):
         yield (
             f"`algorithm.adv_estimator: {name}` has rewards per turn, which `reward_norm`, "
-            "`reward_shift` and `reward_scale` do not know; unset them."
+            "`reward_shift`, `reward_scale` and `reward_clip_after` do not know; unset them."
         )
     if traits.turns and algorithm.gamma_per == "token":
         yield (
@@ -271,9 +270,9 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
     kind, unbiased = algorithm.kl_loss_type, algorithm.kl_loss_unbiased
     if algorithm.use_kl_loss and kind in ("kl", "k1") and not unbiased:
         yield (
-            f"`algorithm.kl_loss_type: {kind}` has an expected gradient of 0 as a loss; use {kind}+ "
-            "(same value, the gradient of the divergence), low_var_kl, or `kl_loss_unbiased: "
-            "anchor`."
+            f"`algorithm.kl_loss_type: {kind}` has an expected gradient of 0 as a loss; use "
+            f"{kind}+ (same value, the gradient of the divergence), low_var_kl, or "
+            "`kl_loss_unbiased: anchor`."
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
         yield (
@@ -303,8 +302,45 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
                 )
 
 
+def _normalises(algorithm: Algorithm) -> bool:
+    """Whether shaped rewards are normalised."""
+    return algorithm.reward_norm is not None or algorithm.reward_shift or algorithm.reward_scale
+
+
+def _reward_norm(config: Config, known: Known) -> Iterator[str]:
+    algorithm, traits = config.algorithm, known.estimator(config)
+    name, norm = algorithm.adv_estimator, algorithm.reward_norm
+    if isinstance(norm, dict) and not set(norm.values()) - {"none"}:
+        yield (
+            "`algorithm.reward_norm` names no statistics: give its `mean` or `std` one of group, "
+            "batch, running, or leave it out."
+        )
+    if isinstance(norm, dict) and (algorithm.reward_shift or algorithm.reward_scale):
+        yield (
+            "`algorithm.reward_norm` is a mapping, which says itself what is subtracted and what "
+            "divided by: unset `reward_shift` and `reward_scale`."
+        )
+    scored = name == "grpo_passk" or (traits.std_levels and algorithm.adv_std_level == "group")
+    later = algorithm.add_token_level_kl or algorithm.reward_clip_after is not None
+    if norm is not None and scored and algorithm.norm_adv_by_std_in_grpo and not later:
+        yield (
+            f"`algorithm.reward_norm` changes nothing with `adv_estimator: {name}`, which takes "
+            "differences in the group and divides by the group's deviation itself: unset it, or "
+            "choose `adv_estimator: raw`, or `norm_adv_by_std_in_grpo: false`."
+        )
+    clips = algorithm.reward_clip_after is not None
+    if clips and algorithm.add_token_level_kl and not traits.returns:
+        yield (
+            "`algorithm.reward_clip_after` with `add_token_level_kl` clips the reward of each "
+            f"token, but `adv_estimator: {name}` has one number per response: unset one of them, "
+            "or choose an estimator with returns, such as reinforce."
+        )
+
+
 def _rewards(config: Config, _: Known) -> Iterator[str]:
-    if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
+    norm = config.algorithm.reward_norm
+    grouped = "group" in norm.values() if isinstance(norm, dict) else norm == "group"
+    if grouped and config.rollout.group_size < 2:
         yield (
             "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or "
             "running, or a `rollout.group_size` of at least 2."
@@ -372,6 +408,7 @@ ALGORITHM_RULES = (
     _towards_the_sampler,
     _weights,
     _kl,
+    _reward_norm,
     _rewards,
     _filter,
 )

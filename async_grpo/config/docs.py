@@ -115,7 +115,8 @@ def words(spec: dict[str, Any]) -> str:
             keys = (f"{key} ({words(of)})" for key, of in spec["properties"].items())
             return f"a mapping with {', '.join(keys)}"
         values = spec.get("additionalProperties")
-        each = f" from names to {words(values)} each" if isinstance(values, dict) else ""
+        names = " or ".join(spec.get("propertyNames", {}).get("enum", ["names"]))
+        each = f" from {names} to {words(values)} each" if isinstance(values, dict) else ""
         return f"a mapping{each}"
     raise AssertionError(f"the reference has no words for the type {spec}")
 

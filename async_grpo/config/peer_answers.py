@@ -52,9 +52,10 @@ ANSWERS = (
     Answer(
         "ROLL",
         "norm_mean_type norm_std_type",
-        "choose `algorithm.reward_norm: group`, batch or running, for mean and deviation alike; "
-        "`algorithm.reward_shift: true` takes the mean alone, `algorithm.reward_scale: true` the "
-        "deviation alone",
+        "`algorithm.reward_norm: {mean: group, std: batch}` is both here (null is none), for an "
+        "estimator that does not divide by the group's deviation itself, such as "
+        "`algorithm.adv_estimator: raw`; ROLL's reward_clip, after it, is "
+        "`algorithm.reward_clip_after`",
     ),
     Answer("OpenRLHF", "vllm_is_*", f"{_SETS}: weights between engine and learner"),
     Answer(

@@ -121,6 +121,8 @@ class TokenMath:
         )
         if turns:
             rewards += padded([_at_turns(row, values[key].turns) for key, row in rows.items()])
+        if (clip := algorithm.reward_clip_after) is not None:
+            rewards = rewards.clamp(-clip, clip)
         baselines = None
         if self._estimator.baseline or turns:
             baselines = _double([values[key].baseline for key in rows])

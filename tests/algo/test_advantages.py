@@ -67,8 +67,16 @@ def slow_row(
     if flat(groups[i]):
         return 0.0
     if name in ("grpo", "grpo_vectorized"):
-        divisor = std(rewards if level == "batch" else mine) + 1e-6 if norm else 1.0
-        return (reward - mean(mine)) / divisor
+        divisor = std(mine)
+        if level != "group":
+            about = [0.0 if level == "batch_raw" else mean(rewards)] * len(rewards)
+            if level == "batch_centered":
+                pairs = list(zip(rewards, groups, strict=True))
+                means = {h: mean([r for r, g in pairs if g == h]) for h in groups}
+                about = [means[h] for h in groups]
+            squares = [(r - centre) ** 2 for r, centre in zip(rewards, about, strict=True)]
+            divisor = math.sqrt(math.fsum(squares) / (len(rewards) - 1))
+        return (reward - mean(mine)) / (divisor + 1e-6 if norm else 1.0)
     if name in ("dr_grpo", "reinforce_plus_plus_baseline"):
         return reward - mean(mine)
     if name == "grpo_passk":
@@ -102,22 +110,25 @@ def slow_rows(
 
 def slow_returns(rewards: list[float], mask: list[int], gamma: float) -> list[float]:
     return [
-        sum(gamma ** (s - t) * rewards[s] for s in range(t, len(mask)) if mask[s])
+        sum(gamma ** sum(mask[t:s]) * rewards[s] for s in range(t, len(mask)) if mask[s])
         if mask[t]
         else 0.0
         for t in range(len(mask))
     ]
 
 
-def slow_whiten(values: Tensor, mask: Tensor) -> Tensor:
+def slow_whiten(values: Tensor, mask: Tensor, how: bool | str = True) -> Tensor:
     """In fractions: what a mean in floating point loses would be magnified where all are equal."""
     valid = [Fraction(value) for value in values[mask != 0].tolist()]
     out = torch.zeros(values.shape, dtype=F64)
     if len(valid) > 1:
         centre = sum(valid) / len(valid)
         squares = sum((value - centre) ** 2 for value in valid) / (len(valid) - 1)
-        whitened = [float(value - centre) / (math.sqrt(squares) + 1e-6) for value in valid]
+        kept = float(centre) if how == "keep_mean" else 0.0
+        whitened = [float(value - centre) / (math.sqrt(squares) + 1e-6) + kept for value in valid]
         out[mask != 0] = torch.tensor(whitened, dtype=F64)
+    elif how == "keep_mean":
+        out = torch.where(mask != 0, values.double(), 0)
     return out.to(values.dtype)
 
 
@@ -135,6 +146,8 @@ rows_with_groups = st.lists(
     [
         *((name, "group", True) for name in ROWS),
         ("grpo", "batch", True),
+        ("grpo", "batch_centered", True),
+        ("grpo", "batch_raw", True),
         ("grpo_vectorized", "batch", True),
         *((name, "group", False) for name in ("grpo", "grpo_vectorized", "grpo_passk")),
     ],
@@ -281,7 +294,7 @@ def test_rows_refuse_what_they_cannot_define() -> None:
         ),
         "'opo'.*lengths": lambda: row_advantages("opo", torch.ones(2), two),
         r"lengths \(1,\)": lambda: row_advantages("opo", torch.ones(2), two, lengths=torch.ones(1)),
-        "adv_std_level is 'token'; choose group or batch": lambda: row_advantages(
+        "adv_std_level is 'token'; choose group or batch or batch_centered": lambda: row_advantages(
             "grpo", torch.ones(2), two, adv_std_level="token"
         ),  # type: ignore[arg-type]
         "adv_std_level batch.*grpo": lambda: row_advantages(
@@ -349,13 +362,13 @@ def sample(seed: int, rows: int = 6, width: int = 7) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", [*ROWS, *RETURNS])
 @given(
     seed=seeds,
-    white=st.booleans(),
+    white=st.sampled_from([False, True, "shift", "keep_mean"]),
     clip=st.sampled_from([None, 0.7]),
     gamma=st.sampled_from([1.0, 0.9, 0.0]),
 )
 @fast
 def test_compute_advantages_is_the_formula_whatever_the_padding(
-    name: str, seed: int, white: bool, clip: float | None, gamma: float
+    name: str, seed: int, white: bool | str, clip: float | None, gamma: float
 ) -> None:
     case, spec = sample(seed), ESTIMATORS[name]
     rewards, mask, gamma = case["rewards"], case["mask"], gamma if spec.returns else 1.0
@@ -378,7 +391,7 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(
         elif name == "gpg":
             rows = rows * 2  # the loop's f_norm
         before = values = torch.where(mask != 0, rows.unsqueeze(-1), 0)
-    values = slow_whiten(values, mask) if white or spec.whitens else values
+    values = slow_whiten(values, mask, white) if white or spec.whitens else values
     values = values if clip is None else values.clamp(-clip, clip)
     options: dict[str, Any] = {
         "gamma": gamma,
@@ -422,12 +435,12 @@ def test_nothing_valid_gives_zeros(name: str, shape: tuple[int, int]) -> None:
         )
 
 
-def test_returns_carry_across_holes_and_count_positions() -> None:
+def test_returns_carry_across_holes_and_count_valid_tokens() -> None:
     mask = torch.tensor([[1, 0, 0, 1, 1, 0]])
     rewards = torch.tensor([[0.5, 9.0, math.nan, 0.0, 2.0, 7.0]], dtype=F64)
     close(
         discounted_returns(rewards, mask, 0.5),
-        torch.tensor([[0.5 + 2 / 16, 0, 0, 1.0, 2.0, 0]], dtype=F64),
+        torch.tensor([[0.5 + 2 / 4, 0, 0, 1.0, 2.0, 0]], dtype=F64),
     )
     close(
         discounted_returns(rewards, mask, 1.0), torch.tensor([[2.5, 0, 0, 2.0, 2.0, 0]], dtype=F64)
@@ -485,6 +498,11 @@ def test_whitening_is_centred_and_survives_little() -> None:
         finish_advantages(values, torch.ones(3), whiten_advantages=False, advantage_clip=None)
         is values
     )
+    kept = whiten(values, torch.ones(3), keep_mean=True)
+    close(kept - 1e8, torch.tensor([0.0, 1.0, 2.0], dtype=F64), atol=2e-6)
+    assert whiten(values, torch.tensor([0, 1, 0]), keep_mean=True).tolist() == [0, 1e8 + 1, 0]
+    with pytest.raises(ValueError, match="'mean'; choose true, false, shift or keep_mean"):
+        finish_advantages(values, torch.ones(3), whiten_advantages="mean", advantage_clip=None)
 
 
 class Ranks:
@@ -520,9 +538,9 @@ class Ranks:
 
 
 @pytest.mark.parametrize("name", RETURNS)
-@given(seed=seeds)
+@given(seed=seeds, white=st.sampled_from([True, "keep_mean"]))
 @fast
-def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
+def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int, white: bool | str) -> None:
     """Three ranks: one holds rows 0 to 3, one rows 2 to 5 (2 and 3 count on the first only), one
     nothing.
     """
@@ -539,7 +557,7 @@ def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
             mask,
             gamma=0.9,
             reward_baselines=None if baselines is None else baselines[part],
-            whiten_advantages=True,
+            whiten_advantages=white,
             advantage_clip=1.5,
             counted=torch.tensor(owned[rank]).unsqueeze(-1).expand_as(mask),
             reduce=reduce,
@@ -551,7 +569,7 @@ def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
         case["mask"],
         gamma=0.9,
         reward_baselines=baselines,
-        whiten_advantages=True,
+        whiten_advantages=white,
         advantage_clip=1.5,
     )
     for part, got in zip(parts, Ranks(3).run(work), strict=True):

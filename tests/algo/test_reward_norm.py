@@ -94,6 +94,44 @@ def test_every_mode_is_its_formula_in_any_row_order(
     assert normalized(order, torch.float32).dtype == torch.float32
 
 
+@given(
+    rows=rows,
+    mean=st.sampled_from(["none", "group", "batch", "running"]),
+    std=st.sampled_from(["none", "group", "batch", "running"]),
+    past=st.lists(st.sampled_from([0.1, 3.0, 4096.0])),
+)
+@fast
+def test_mean_and_deviation_are_those_that_are_named(
+    rows: list[tuple[float, int, bool]], mean: str, std: str, past: list[float]
+) -> None:
+    """Against a loop over rows."""
+    rewards, groups, counted = (list(column) for column in zip(*rows, strict=True))
+    wanted = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members: dict[str, list[float]] = {"none": []}
+        for level in ("group", "batch", "running"):
+            members[level] = past * (level == "running") + [
+                r
+                for r, g, c in zip(rewards, groups, counted, strict=True)
+                if c and (level != "group" or g == group)
+            ]
+        value = reward - (math.fsum(members[mean]) / len(members[mean]) if members[mean] else 0.0)
+        of = members[std]
+        spread = len(of) > 1 and max(of) - min(of) > 1e-6
+        wanted.append(value / (statistics.stdev(of) + 1e-6) if spread else value)
+    running = RunningMoments()
+    running.update(torch.tensor(past, dtype=F64))
+    got = normalize_rewards(
+        torch.tensor(rewards, dtype=F64),
+        torch.tensor(groups),
+        reward_norm={"mean": mean, "std": std},
+        counted=torch.tensor(counted),
+        running=running,
+    )
+    close(got, torch.tensor(wanted, dtype=F64), rtol=1e-8, atol=1e-8)
+    assert running.count == len(past) + sum(counted) * ("running" in (mean, std)), "once"
+
+
 @given(batches=st.lists(st.lists(st.floats(-1e4, 1e4), max_size=6), max_size=6))
 @fast
 def test_running_moments_are_those_of_all_values_in_any_split(batches: list[list[float]]) -> None:
@@ -201,6 +239,8 @@ def test_refusals_and_empty_batches() -> None:
             "reward_norm is 'groups'; choose group, batch, running or null",
         ),
         (torch.ones(1), one, {"reward_norm": "running"}, "running moments"),
+        (torch.ones(1), one, {"reward_norm": {"std": "rows"}}, "reward_norm is 'rows'; choose"),
+        (torch.ones(1), one, {"reward_norm": {"mode": "batch"}}, "mean and std alone"),
         (torch.ones(2), one, {"reward_norm": "batch"}, r"must all be \[B\]"),
         (
             torch.ones(1),

@@ -65,10 +65,42 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["adv_std_level: batch", "adv_estimator: grpo"],
         ),
         (
+            ["algorithm.adv_estimator=rloo", "algorithm.adv_std_level=batch_raw"],
+            ["adv_std_level: batch_raw", "adv_estimator: grpo"],
+        ),
+        (
             ["algorithm.adv_std_level=batch", "algorithm.norm_adv_by_std_in_grpo=false"],
             ["adv_std_level: batch"],
         ),
         (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax, turn_grpo"]),
+        (
+            ["algorithm.reward_norm=group"],
+            ["reward_norm", "changes nothing", "adv_estimator: grpo", "adv_estimator: raw"],
+        ),
+        (
+            ["algorithm.reward_norm={mean: group, std: batch}", "algorithm.adv_std_level=group"],
+            ["reward_norm", "changes nothing"],
+        ),
+        (
+            ["algorithm.reward_norm={mean: none}", "algorithm.adv_estimator=raw"],
+            ["reward_norm", "names no statistics"],
+        ),
+        (
+            [
+                "algorithm.reward_norm={std: batch}",
+                "algorithm.adv_estimator=raw",
+                "algorithm.reward_shift=true",
+            ],
+            ["reward_norm", "mapping", "reward_shift"],
+        ),
+        (
+            ["algorithm.reward_clip_after=1", "algorithm.adv_estimator=raw", KL_REWARD],
+            ["reward_clip_after", "adv_estimator: raw", "reinforce"],
+        ),
+        (
+            ["algorithm.adv_estimator=turn_grpo", "algorithm.reward_clip_after=1"],
+            ["turn_grpo", "reward_clip_after", "per turn"],
+        ),
         (
             ["algorithm.adv_estimator=turn_grpo", "algorithm.reward_norm=group"],
             ["turn_grpo", "reward_norm", "per turn"],
@@ -265,7 +297,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["replay.filter_groups.accuracy_low=0.1"], ["filter_groups", "enable"]),
         *(
             ([FILTER, f"algorithm.adv_estimator={name}"], ["zero_variance", name, "carries signal"])
-            for name in ("reinforce_plus_plus", "remax", "raw")
+            for name in ("reinforce", "reinforce_plus_plus", "remax", "raw")
         ),
         (
             [FILTER, "algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre"],
@@ -378,6 +410,21 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ],
         ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
         [
+            "algorithm.reward_norm={mean: group, std: batch}",
+            "algorithm.adv_estimator=raw",
+            "algorithm.reward_clip_after=3",
+            "algorithm.whiten_advantages=keep_mean",
+        ],
+        ["algorithm.reward_norm=running", KL_REWARD],
+        [
+            "algorithm.reward_norm={std: running}",
+            "algorithm.adv_estimator=reinforce",
+            "algorithm.reward_clip_after=3",
+            "algorithm.whiten_advantages=false",
+            KL_REWARD,
+        ],
+        ["algorithm.adv_std_level=batch_centered"],
+        [
             FILTER,
             "replay.filter_groups={enable: true, retire_at: 0.9, all_truncated: true, "
             "accuracy_low: 0.0, accuracy_high: 1.0, metric: seq_reward}",
@@ -432,7 +479,7 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
         "turn_grpo",
     }
     returns = ESTIMATORS.where(lambda traits: traits.returns)
-    assert returns == {"reinforce_plus_plus", "remax", "turn_grpo"}
+    assert returns == {"reinforce", "reinforce_plus_plus", "remax", "turn_grpo"}
     assert ESTIMATORS.where(lambda traits: traits.baseline) == {"remax"}
     assert ESTIMATORS.where(lambda traits: traits.std_levels) == grpo
     assert all(callable(ESTIMATORS.function(name)) for name in ESTIMATORS if name not in returns)

@@ -223,15 +223,25 @@ def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None
         decode_rows(future, pack_frames([frame]), max_staleness=3, mask_stale=True)
 
 
+@pytest.mark.parametrize("white", [False, "shift", "keep_mean"])
+@pytest.mark.parametrize("clip", [None, 0.9])
 @pytest.mark.parametrize(
-    ("estimator", "gamma"), list(itertools.product(["reinforce_plus_plus", "remax"], [1.0, 0.9]))
+    ("estimator", "gamma"),
+    list(itertools.product(["reinforce", "reinforce_plus_plus", "remax"], [1.0, 0.9])),
 )
-def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: float) -> None:
+def test_returns_on_the_ranks_are_those_of_the_formula(
+    estimator: str, gamma: float, clip: float | None, white: bool | str
+) -> None:
     """Token KL in the reward, the reward on the last valid token, discounted returns, baseline or
     whitening: against a plain loop.
     """
     config = config_of(
-        adv_estimator=estimator, gamma=gamma, add_token_level_kl=True, advantage_clip=1.5
+        adv_estimator=estimator,
+        gamma=gamma,
+        add_token_level_kl=True,
+        advantage_clip=1.5,
+        reward_clip_after=clip,
+        whiten_advantages=white,
     )
     rows = make_rows()
     math, coef = TokenMath(config, Alone()), 0.3
@@ -247,19 +257,21 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
             (-coef * kl[t] + (values[key].value if t == valid[-1] else 0.0)) if t in valid else 0.0
             for t in range(len(kl))
         ]
+        if clip is not None:
+            rewards = [max(-clip, min(clip, reward)) for reward in rewards]
+        baseline = values[key].baseline if estimator == "remax" else 0.0
         returns[key] = {
-            t: sum(gamma ** (s - t) * rewards[s] for s in range(t, len(kl))) for t in valid
+            t: sum(gamma ** (s - t) * rewards[s] for s in range(t, len(kl))) - baseline
+            for t in valid
         }
     flat = [value for row in returns.values() for value in row.values()]
     mean = sum(flat) / len(flat)
     std = (sum((value - mean) ** 2 for value in flat) / (len(flat) - 1)) ** 0.5
     for key, row in rows.items():
         for t, value in returns[key].items():
-            advantage = (
-                value - values[key].baseline
-                if estimator == "remax"
-                else (value - mean) / (std + 1e-6)
-            )
+            advantage = value
+            if white or estimator == "reinforce_plus_plus":
+                advantage = (value - mean) / (std + 1e-6) + mean * (white == "keep_mean")
             assert row.advantages[t] == pytest.approx(
                 max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5
             ), (key, t)
