@@ -5,7 +5,7 @@ Runs in: the driver. One number per row is computed here and nowhere else; every
 happens on the ranks.
 
     lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row  (`plans`)
-    raw rewards x weights -> clip -> + overlong penalty -> normalised -> clipped again
+    raw rewards (each normalised) x weights -> clip -> + overlong penalty -> normalised -> clipped
         -> - token KL of the row -> group statistics -> advantage per row -> whitened over tokens
         -> clipped                                                                       (`values`)
 
@@ -36,7 +36,7 @@ from async_grpo.algo.catalog import ESTIMATORS, import_plugins
 from async_grpo.algo.filters import zero_variance
 from async_grpo.algo.kl import AdaptiveKL
 from async_grpo.algo.metrics import lag_bucket
-from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
+from async_grpo.algo.reward_norm import RunningMoments, component_scores, normalize_rewards
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.algo.settling import SettlingRate
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
@@ -149,8 +149,10 @@ class RowMath:
         )
         greedy = {key: one.joined for key, one in _episodes(batch, "baseline").items()}
         everyone = rows | greedy
+        totals = self._totals(everyone)
         shaped = {
-            key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()
+            key: self._shaping.shape(row.rewards, row.length, total=totals.get(key))
+            for key, row in everyone.items()
         }
         normalized = normalize_rewards(
             _tensor(shaped.values()),
@@ -183,6 +185,17 @@ class RowMath:
         if algorithm.add_token_level_kl:
             metrics |= self._steer_kl(rows, kl_sums)
         return {row: values[key] for key, one in episodes.items() for row in one.keys}, metrics
+
+    def _totals(self, rows: Mapping[RowKey, RowMeta]) -> dict[RowKey, float]:
+        """Sum the components of every row, each normalised first; nothing without
+        `task.rewards_norm`.
+        """
+        level = self._config.task.rewards_norm
+        if level == "none":
+            return {}
+        rewards = [row.rewards for row in rows.values()]
+        sums = component_scores(rewards, _groups(rows), self._weights, level=level)
+        return dict(zip(rows, sums, strict=True))
 
     def _turn_values(
         self, episodes: Mapping[RowKey, _Episode], totals: Mapping[RowKey, float]
@@ -278,6 +291,8 @@ class RowMath:
         for name in sorted({name for row in metas for name in row.rewards}):
             values = [row.rewards[name] for row in metas if name in row.rewards]
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
+            if len(values) < n:
+                out[f"rollout/reward_missing/{name}"] = 1 - len(values) / n
         if greedy:
             out["rollout/baseline_reward"] = sum(shaped[key] for key in greedy) / len(greedy)
             out["rollout/baseline_tokens"] = float(sum(row.length for row in greedy.values()))

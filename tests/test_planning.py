@@ -173,6 +173,69 @@ def test_rewards_are_normalised_with_the_named_statistics(
     )
 
 
+def without(batch: Batch, missing: Sequence[tuple[int, int, str]]) -> Batch:
+    """The batch whose rows (place of the group, row) lack these components."""
+    groups = []
+    for place, group in enumerate(batch.groups):
+        rows = []
+        for index, meta in enumerate(group.rows):
+            left = {
+                name: value
+                for name, value in meta.rewards.items()
+                if (place, index, name) not in missing
+            }
+            rows.append(replace(meta, rewards=left))
+        groups.append(replace(group, rows=tuple(rows)))
+    return Batch(batch.step, tuple(groups))
+
+
+MISSING = ((0, 1, "format"), (1, 0, "correct"), (1, 2, "correct"), (3, 2, "format"))
+
+
+@pytest.mark.parametrize("missing", [(), MISSING])
+@pytest.mark.parametrize("level", ["none", "group", "batch"])
+def test_components_are_normalised_one_by_one_over_the_rows_that_have_them(
+    level: str, missing: tuple[tuple[int, int, str], ...]
+) -> None:
+    """Against a loop over rows and components; GDPO's advantage is whitened afterwards."""
+    settings = config(adv_estimator="raw").model_dump()
+    settings["task"]["rewards_norm"] = level
+    settings["algorithm"]["whiten_advantages"] = True
+    batch = without(batch_of(1), missing)
+    values, metrics = RowMath(Config.model_validate(settings), WEIGHTS).values(batch, {})
+    rows, wanted = rows_of(batch), {}
+    for key, meta in rows.items():
+        wanted[key] = 0.0
+        for name, value in meta.rewards.items():
+            have = [
+                other.rewards[name]
+                for (group_id, _), other in rows.items()
+                if name in other.rewards and (level == "batch" or group_id == key[0])
+            ]
+            if level != "none":
+                value -= mean(have)
+                varied = len(have) > 1 and max(have) - min(have) > 1e-6
+                value = value / (std(have) + 1e-6) if varied else 0.0
+            wanted[key] += WEIGHTS[name] * value
+    sums = list(wanted.values())
+    tokens = [wanted[key] for key, meta in rows.items() for _ in range(meta.length)]
+    assert numbers(values) == pytest.approx(
+        {key: (value - mean(tokens)) / (std(tokens) + 1e-6) for key, value in wanted.items()},
+        abs=1e-9,
+    )
+    assert metrics["rollout/shaped_reward"] == pytest.approx(mean(sums), abs=1e-9)
+    shares = {name: value for name, value in metrics.items() if "reward_missing" in name}
+    assert shares == (
+        {}
+        if not missing
+        else pytest.approx(
+            {f"rollout/reward_missing/{name}": 2 / 12 for name in ("correct", "format")}
+        )
+    )
+    given = [meta.rewards["format"] for meta in rows.values() if "format" in meta.rewards]
+    assert metrics["rollout/reward/format"] == pytest.approx(mean(given))
+
+
 LEVELS = ("none", "group", "batch", "running")
 
 

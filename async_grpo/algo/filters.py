@@ -23,11 +23,12 @@ _REASON = re.compile(r"[a-z0-9_]{1,40}")
 class GroupFacts:
     """What a plugin's filter knows of a group: one entry per response to be trained.
 
-    `values`: the values of the rule's metric. `verdicts`: 0, 1 or None. `truncated`: the response
-    hit the response budget. `rewards`: its components by name. `lengths`: in tokens.
+    `values`: the values of the rule's metric, None of a component that a response lacks.
+    `verdicts`: 0, 1 or None. `truncated`: the response hit the response budget. `rewards`: its
+    components by name. `lengths`: in tokens.
     """
 
-    values: Sequence[float]
+    values: Sequence[float | None]
     verdicts: Sequence[float | None]
     truncated: Sequence[bool]
     rewards: Sequence[Mapping[str, float]]
@@ -90,7 +91,7 @@ class FilterRule:
 def filter_reason(
     rule: FilterRule,
     *,
-    values: Sequence[float],
+    values: Sequence[float | None],
     verdicts: Sequence[float | None],
     truncated: Sequence[bool],
     rewards: Sequence[Mapping[str, float]] = (),
@@ -99,11 +100,12 @@ def filter_reason(
     """Why a group is rejected, or None if it stays: `all_wrong`, `all_right`, `all_equal`,
     `too_hard`, `too_easy`, `all_truncated`, or the word of the rule's custom filter.
 
-    One entry per response to be trained: `values` of the rule's metric (where it `reads_metric`),
-    `verdicts` 0 or 1 or None, whether the response was `truncated`; `rewards` and `lengths` are for
-    the custom filter. The first reason in the order above is given. Raises ValueError for a group
-    without responses, a value that is not finite, a verdict that is missing where the rule bounds
-    the accuracy, and a custom filter that fails.
+    One entry per response to be trained: `values` of the rule's metric (where it `reads_metric`;
+    None, of a component that a response lacks, is no value), `verdicts` 0 or 1 or None, whether the
+    response was `truncated`; `rewards` and `lengths` are for the custom filter. The first reason in
+    the order above is given. Raises ValueError for a group without responses, a value that is not
+    finite, a verdict that is missing where the rule bounds the accuracy, and a custom filter that
+    fails.
     """
     if (
         not verdicts
@@ -114,7 +116,8 @@ def filter_reason(
             f"a group has {len(values)} values, {len(verdicts)} verdicts and {len(truncated)} "
             "lengths; they must be equal and not 0"
         )
-    if rule.zero_variance and zero_variance(values, tolerance=rule.tolerance):
+    known = [value for value in values if value is not None]
+    if rule.zero_variance and zero_variance(known, tolerance=rule.tolerance):
         if set(verdicts) in ({0.0}, {1.0}):
             return "all_right" if verdicts[0] else "all_wrong"
         return "all_equal"

@@ -11,15 +11,16 @@ count (greedy baselines) change no statistic and are transformed like the others
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from async_grpo.algo.advantages import EPSILON, Groups
 from async_grpo.algo.filters import TOLERANCE
+from async_grpo.algo.rewards import score
 
 
 @dataclass(slots=True)
@@ -113,6 +114,31 @@ def normalize_rewards(
     if std_of is not None:
         values = torch.where(std_of.varied, values / (std_of.std + EPSILON), values)
     return values.to(dtype)
+
+
+@torch.no_grad()
+def component_scores(
+    rewards: Sequence[Mapping[str, float]],
+    group_index: Tensor,
+    weights: Mapping[str, float],
+    *,
+    level: Literal["group", "batch"],
+) -> list[float]:
+    """Weighted sums of components that are normalised one by one, as GDPO does (arXiv 2601.05242):
+    each (R - mean) / (std + EPSILON) with the statistics of the rows of its group, or of all rows,
+    that have it. A row that lacks a component has no part of it; equal values give 0. Raises
+    ValueError where a row has no component with a weight.
+    """
+    for row in rewards:
+        score(row, weights)
+    parts: list[list[float]] = [[] for _ in rewards]
+    for name, weight in weights.items():
+        rows = [place for place, row in enumerate(rewards) if name in row]
+        values = torch.tensor([rewards[place][name] for place in rows], dtype=torch.float64)
+        normal = normalize_rewards(values, group_index[rows], reward_norm=level)
+        for place, value in zip(rows, normal.tolist(), strict=True):
+            parts[place].append(weight * value)
+    return [math.fsum(part) for part in parts]
 
 
 class _Statistics(NamedTuple):

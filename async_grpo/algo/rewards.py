@@ -47,11 +47,14 @@ class Shaping:
         if self.overlong_length:
             self._penalty(0)
 
-    def shape(self, rewards: Mapping[str, float], length: int) -> float:
-        """Return the shaped reward of a response of `length` tokens with these components. Raises
-        ValueError for a plugin that returns no finite number.
+    def shape(
+        self, rewards: Mapping[str, float], length: int, *, total: float | None = None
+    ) -> float:
+        """Return the shaped reward of a response of `length` tokens with these components. total:
+        their sum, where it is not that of the components as they are. Raises ValueError for a
+        plugin that returns no finite number.
         """
-        value = score(rewards, self.weights)
+        value = score(rewards, self.weights) if total is None else total
         if self.clip is not None:
             value = min(max(value, -self.clip), self.clip)
         if self.overlong_length:
@@ -74,16 +77,18 @@ class Shaping:
 
 
 def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Sum the components that have a weight, weighted. Raises ValueError for one the response
-    lacks.
+    """Sum the components that have a weight, weighted; one that the response lacks is left out.
+    Raises ValueError where it lacks them all.
     """
-    if not weights.keys() <= rewards.keys():
-        missing = sorted(weights.keys() - rewards.keys())
+    counted = {name for name, weight in weights.items() if weight} or weights.keys()
+    if counted and not rewards.keys() & counted:
         raise ValueError(
-            f"the reward has components {sorted(rewards)} but weights name {missing}; correct "
-            "task.rewards"
+            f"the reward has components {sorted(rewards)} but weights name {sorted(weights)}; "
+            "correct task.rewards"
         )
-    return math.fsum([weight * rewards[name] for name, weight in weights.items()])
+    return math.fsum(
+        [weight * rewards[name] for name, weight in weights.items() if name in rewards]
+    )
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:

@@ -337,7 +337,35 @@ def _reward_norm(config: Config, known: Known) -> Iterator[str]:
         )
 
 
-def _rewards(config: Config, _: Known) -> Iterator[str]:
+def _components(config: Config, known: Known) -> Iterator[str]:
+    level, traits, name = (
+        config.task.rewards_norm,
+        known.estimator(config),
+        config.algorithm.adv_estimator,
+    )
+    if level == "none":
+        return
+    if level == "group" and config.rollout.group_size < 2:
+        yield (
+            "`task.rewards_norm: group` makes every reward of a group of one 0: use batch, or a "
+            "`rollout.group_size` of at least 2."
+        )
+    if traits.turns or traits.baseline or name == "maxrl":
+        why = "needs rewards of at least 0" if name == "maxrl" else "takes rewards as they are"
+        yield (
+            f"`task.rewards_norm` is {level}, but `algorithm.adv_estimator: {name}` {why}: set it "
+            "to none."
+        )
+    filters = config.replay.filter_groups
+    if filters.enable and filters.metric == "seq_reward":
+        yield (
+            f"`replay.filter_groups.metric` is seq_reward, and with `task.rewards_norm: {level}` "
+            "the shaped reward exists only once a step's groups are together: use score, acc, or "
+            "the name of a component."
+        )
+
+
+def _rewards(config: Config, known: Known) -> Iterator[str]:
     norm = config.algorithm.reward_norm
     grouped = "group" in norm.values() if isinstance(norm, dict) else norm == "group"
     if grouped and config.rollout.group_size < 2:
@@ -345,6 +373,7 @@ def _rewards(config: Config, _: Known) -> Iterator[str]:
             "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or "
             "running, or a `rollout.group_size` of at least 2."
         )
+    yield from _components(config, known)
     overlong, limit = config.algorithm.overlong_buffer, config.rollout.response_length
     if overlong.enable and overlong.len > limit:
         yield (

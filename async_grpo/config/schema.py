@@ -255,6 +255,12 @@ class TaskConfig(Section):
     """The task's own settings, checked by the task."""
     rewards: Annotated[dict[str, float], warn("what responses are worth", trains=True)] = Field({})
     """Weight per reward component; empty means the task's own weights."""
+    rewards_norm: Annotated[
+        Literal["none", "group", "batch"], warn("what responses are worth", trains=True)
+    ] = "none"
+    """Normalise each component by its mean and deviation in the group, or in the learner step,
+    before they are weighted and added up (GDPO).
+    """
     max_bad_fraction: Annotated[Fraction, FREE] = 0.0
     """Share of malformed data rows, and of failed groups, that is tolerated (left out, counted)."""
     verifier: Verifier = Verifier()

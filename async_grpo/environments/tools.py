@@ -112,7 +112,13 @@ class _Scored:
 
     def step(self, action: Action) -> Observation:
         score = self._task.score(action.content, self._reference)
-        return Observation(rewards=score.rewards, verdict=score.verdict, done=True)
+        rewards = {name: value for name, value in score.rewards.items() if value is not None}
+        if len(rewards) < len(score.rewards):
+            raise TypeError(
+                f"score() leaves out {sorted(score.rewards.keys() - rewards)}; rewards of an "
+                "episode are added up, so a component without a value is 0 here"
+            )
+        return Observation(rewards=rewards, verdict=score.verdict, done=True)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -218,7 +218,8 @@ def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Fact
         "lag_max": step - 1 - versions[0] if step else None,
         "reward": fmean([reward(row.rewards, weights) for row in rows]),
         "rewards": {
-            name: fmean([row.rewards.get(name, 0.0) for row in rows]) for name in rows[0].rewards
+            name: fmean([row.rewards[name] for row in rows if name in row.rewards])
+            for name in dict.fromkeys(name for row in rows for name in row.rewards)
         },
         "verdict": fmean(verdicts) if verdicts else None,
         "responses": len(rows),

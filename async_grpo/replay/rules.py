@@ -214,7 +214,7 @@ def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None
     )
 
 
-def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
+def _value(row: RowMeta, metric: str, shaping: Shaping) -> float | None:
     if metric == "score":
         return score(row.rewards, shaping.weights)
     if metric == "seq_reward":
@@ -223,6 +223,8 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
         if row.verdict is None:
             raise ValueError("a rollout has no verdict, the metric acc")
         return row.verdict
+    if metric not in row.rewards and metric in shaping.weights:
+        return None
     if metric not in row.rewards:
         raise ValueError(
             f"a rollout has no reward component {metric!r}, it has {sorted(row.rewards)}"

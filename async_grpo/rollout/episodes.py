@@ -115,7 +115,7 @@ class Episode:
         session.take(response)
         return cls(
             session,
-            score.rewards,
+            {name: value for name, value in score.rewards.items() if value is not None},
             score.verdict,
             response.finish_reason,
             first_token=response.first_token,

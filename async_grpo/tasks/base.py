@@ -42,9 +42,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Score:
-    """Raw reward per component, and the verifier's 0/1 verdict where there is one."""
+    """Raw reward per component, None where there is nothing to say of one, and the verifier's 0/1
+    verdict where there is one.
+    """
 
-    rewards: dict[str, float]
+    rewards: dict[str, float | None]
     verdict: float | None
 
 
@@ -130,9 +132,10 @@ def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
         ) from error
 
 
-def check_score(score: object, components: Collection[str]) -> Score:
-    """`score` with plain floats. Raises TypeError unless it is a Score of these components,
-    ValueError if not finite.
+def check_score(score: object, components: Collection[str], counted: Collection[str] = ()) -> Score:
+    """`score` with plain floats, and None for what is missing. counted: components of which it must
+    have one, by default any. Raises TypeError unless it is a Score of these components, ValueError
+    if not finite.
     """
     if not isinstance(score, Score):
         raise TypeError(f"score() must return a Score, got {type(score).__name__}")
@@ -140,7 +143,15 @@ def check_score(score: object, components: Collection[str]) -> Score:
         raise TypeError(
             f"score() must return the components {sorted(components)}, got {score.rewards!r}"
         )
-    rewards = {name: _finite(name, value) for name, value in score.rewards.items()}
+    rewards = {
+        name: None if value is None else _finite(name, value)
+        for name, value in score.rewards.items()
+    }
+    if all(rewards[name] is None for name in counted or components):
+        raise TypeError(
+            f"score() has no value for any of {sorted(counted or components)}; a response needs "
+            "one of the components that have a weight"
+        )
     return Score(rewards, None if score.verdict is None else _finite("verdict", score.verdict))
 
 

@@ -36,11 +36,13 @@ def main() -> None:
         send(replies, ["failed", f"{type(error).__name__}: {error}"])
         return
     components = sorted(task.weights)
+    weights = setup["settings"]["rewards"] or task.weights
+    counted = [name for name in components if weights.get(name)]
     send(replies, ["ready", components])
     while (batch := receive(requests)) is not None:
         for response, reference in batch:
             _limit_cpu(setup["settings"]["verifier"]["timeout_s"])
-            reply = _score(task, components, response, reference)
+            reply = _score(task, components, counted, response, reference)
             send(replies, reply)
             if reply[0] == "memory":
                 return  # what is left of this process is not to be trusted
@@ -81,7 +83,9 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _score(task: Any, components: list[str], response: str, reference: Any) -> list[Any]:
+def _score(
+    task: Any, components: list[str], counted: list[str], response: str, reference: Any
+) -> list[Any]:
     """["ok", rewards, verdict], or [reason, detail]."""
     from async_grpo.tasks.base import check_score
 
@@ -92,7 +96,7 @@ def _score(task: Any, components: list[str], response: str, reference: Any) -> l
     except Exception as error:  # noqa: BLE001 - an exception of the task is an answer
         return ["exception", f"{type(error).__name__[:100]}: {str(error)[:500]}"]
     try:
-        score = check_score(raw, components)
+        score = check_score(raw, components, counted)
     except (TypeError, OverflowError) as error:
         return ["wrong_type", str(error)[:500]]
     except ValueError as error:

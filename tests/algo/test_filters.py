@@ -225,6 +225,20 @@ def test_every_metric_is_what_its_name_says() -> None:
     )
 
 
+def test_a_component_that_a_response_lacks_has_no_part_in_the_metric() -> None:
+    shaping = Shaping({"correct": 1.0, "format": 0.5}, 10)
+    rows = [
+        ({"correct": 1.0, "format": value} if value is not None else {"correct": 1.0})
+        for value in (None, 0.2, 0.7)
+    ]
+    group = group_of(*((row, 1.0, 2, "stop", "train") for row in rows))
+    two = group_of(*((row, 1.0, 2, "stop", "train") for row in rows[:2]))
+    none = group_of(*((rows[0], 1.0, 2, "stop", "train") for _ in range(2)))
+    for metric, wanted in (("format", [None, "all_right", "all_right"]), ("score", [None, None])):
+        found = [rejection(one, FilterRule(metric), shaping) for one in (group, two, none)]
+        assert found[: len(wanted)] == wanted
+
+
 def test_what_a_response_lacks_is_named() -> None:
     group = group_of(
         ({"correct": 1.0}, None, 2, "stop", "train"), ({"correct": 1.0}, None, 2, "stop", "train")

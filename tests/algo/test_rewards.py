@@ -21,6 +21,13 @@ def test_score_is_the_weighted_sum_and_names_what_is_missing() -> None:
         score({"correct": 1.0}, {"format": 1.0})
 
 
+def test_a_component_without_a_value_is_left_out_of_the_sum() -> None:
+    weights = {"correct": 1.0, "format": -0.2, "seen": 0.0}
+    assert score({"format": 0.5, "seen": 1.0}, weights) == pytest.approx(-0.1)
+    with pytest.raises(ValueError, match="correct"):
+        score({"seen": 1.0}, weights)  # what has no weight says nothing
+
+
 @given(length=st.integers(0, 60), buffer=st.integers(1, 40), factor=st.floats(0, 3))
 @fast
 def test_overlong_penalty_is_the_paper_formula(length: int, buffer: int, factor: float) -> None:

@@ -74,6 +74,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax, turn_grpo"]),
         (
+            ["task.rewards_norm=group", "rollout.group_size=1", "algorithm.adv_estimator=raw"],
+            ["rewards_norm: group", "group_size"],
+        ),
+        *(
+            (["task.rewards_norm=batch", f"algorithm.adv_estimator={name}"], ["rewards_norm", name])
+            for name in ("turn_grpo", "remax", "maxrl")
+        ),
+        (
+            ["task.rewards_norm=group", FILTER, "replay.filter_groups.metric=seq_reward"],
+            ["seq_reward", "rewards_norm: group", "score"],
+        ),
+        (
             ["algorithm.reward_norm=group"],
             ["reward_norm", "changes nothing", "adv_estimator: grpo", "adv_estimator: raw"],
         ),
@@ -424,6 +436,7 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             KL_REWARD,
         ],
         ["algorithm.adv_std_level=batch_centered"],
+        ["task.rewards_norm=group", FILTER, "algorithm.whiten_advantages=true"],
         [
             FILTER,
             "replay.filter_groups={enable: true, retire_at: 0.9, all_truncated: true, "

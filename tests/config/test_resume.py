@@ -49,6 +49,7 @@ WARNED = {
     "task.eval",
     "task.options",
     "task.rewards",
+    "task.rewards_norm",
     "task.verifier.on_error",
     *(
         name
@@ -96,6 +97,7 @@ TRAINS = FIXED | {
     "model.reference_refresh_steps",
     "model.lm_head_fp32",
     "task.rewards",
+    "task.rewards_norm",
     "cluster.device",
     "replay.max_staleness",
     "replay.on_stale",

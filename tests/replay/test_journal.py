@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_grpo.algo.rewards import Shaping
 from async_grpo.errors import JournalError
 from async_grpo.replay import history
 from async_grpo.replay.journal import Segment, segment_path, segments
@@ -30,8 +31,8 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire.codec import GroupTicket, decode_meta
-from tests.support.frames import frame_of
+from async_grpo.wire.codec import GroupTicket, decode_meta, encode_group
+from tests.support.frames import frame_of, make_group
 from tests.support.journal_life import (
     RULES,
     Checkpoint,
@@ -654,6 +655,30 @@ async def test_a_queue_that_goes_on_knows_which_group_was_ready_first(folder: Pa
         await queue.put("a", [frame_of(ticket)])
     queue = open_queue(settings, journal_in(folder), clock=clock)
     assert [meta.group_id for meta in (await queue.get_batch(1)).groups] == [2, 3]
+
+
+async def test_a_resumed_run_knows_which_components_a_response_lacks(folder: Path) -> None:
+    """They are nil on the wire, which needed no new version of it."""
+
+    def frame(ticket: GroupTicket) -> bytes:
+        group = make_group(ticket)
+        del group.rows[ticket.group_id % 2].rewards["format" if ticket.group_id else "correct"]
+        return encode_group(group)
+
+    settings = queue_settings(shaping=Shaping({"correct": 1.0, "format": 0.5}, 64))
+    queue = open_queue(settings, journal_in(folder))
+    tickets = await queue.acquire("a", 0, [], 2)
+    saved_ = await saved(queue)
+    assert [await queue.put("a", [frame(one)]) for one in tickets]
+    batches = [await queue.get_batch(1)]
+    queue = open_queue(settings, journal_in(folder, "second"), snapshot=saved_)
+    batches.append(await queue.get_batch(1))
+    assert batches[0] == batches[1]
+    for batch in batches:
+        assert [[sorted(row.rewards) for row in group.rows] for group in batch.groups] == [
+            [["format"], ["correct", "format"]],
+            [["correct", "format"], ["correct"]],
+        ]
 
 
 # ---- the disk ----

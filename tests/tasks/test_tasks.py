@@ -617,8 +617,13 @@ def test_check_score():
     assert check_score(Score({"a": 1, "b": True}, None), {"a", "b"}) == Score(
         {"a": 1.0, "b": 1.0}, None
     )
+    missing = Score({"a": None, "b": 2.0}, 1.0)
+    assert check_score(missing, {"a", "b"}) == check_score(missing, {"a", "b"}, ["b"]) == missing
+    with pytest.raises(TypeError, match=r"no value for any of \['a'\]"):
+        check_score(missing, {"a", "b"}, ["a"])
     for bad in (
         1.0,
+        Score({"a": None, "b": None}, None),
         Score({"a": 1.0}, None),
         Score({"a": 1.0, "b": "x"}, None),
         Score({"a": 1.0, "b": 0.0}, "yes"),

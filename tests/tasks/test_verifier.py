@@ -86,7 +86,12 @@ class Misbehaving:
         return argument
 
     def give(self, argument):
-        return {"nothing": None, "number": 1.0, "other": Score({"other": 1.0}, None)}[argument]
+        return {
+            "nothing": None,
+            "number": 1.0,
+            "other": Score({"other": 1.0}, None),
+            "missing": Score({"value": None}, 1.0),
+        }[argument]
 
     def print(self, argument):
         print("x" * 100_000, flush=True)
@@ -208,6 +213,7 @@ async def gone(pids, deadline_s=20.0):
         ("give nothing", "wrong_type", "got NoneType", False),
         ("give number", "wrong_type", "got float", False),
         ("give other", "wrong_type", "the components", False),
+        ("give missing", "wrong_type", "no value for any of ['value']", False),
     ],
 )
 async def test_one_bad_response_harms_nothing_else(pool, response, reason, detail, replaced):

@@ -237,6 +237,7 @@ TABLE: list[tuple[Any, ...]] = [
 WIRES = [
     *_algorithm(TABLE),
     Wire("algorithm.plugins", [EMPTY], imported),
+    Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),
     Wire("learner.ranks", 2, steps),
     Wire("learner.ppo_epochs", 2, steps),
