@@ -472,6 +472,10 @@ class LearnerConfig(Section):
     optimizer updates; `settle` needs no known end, it halves the rate while old data keeps the
     policy swinging.
     """
+    ess_step_size: bool = False
+    """Multiply the learning rate of each optimizer update by the root of the effective share of its
+    responses, by their ratios of current to sampling policy (VCPO).
+    """
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
     gradient_checkpointing: Annotated[bool, FREE] = False

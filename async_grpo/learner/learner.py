@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.algo.metrics import MetricSums
+from async_grpo.algo.step_size import EffectiveStep
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
@@ -104,6 +105,7 @@ class Learner:
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
         self._lr_factor = 1.0
+        self._effective = EffectiveStep() if config.learner.ess_step_size else None
         self._choices: dict[str, Choice] = {}
         self.engine = self._build_policy(model_dir)
         files = file_shapes(model_dir)
@@ -351,6 +353,11 @@ class Learner:
             self._count(one.packed)
             if unmoved:
                 compare_sampler(self._metrics, one.batch, one.logprobs.detach())
+        if self._effective is not None:
+            batch = one.batch
+            self._effective.add(
+                one.logprobs.detach(), batch.behavior, batch.trained, batch.row_index
+            )
         return self._math.loss(
             one.batch,
             one.logprobs,
@@ -408,13 +415,20 @@ class Learner:
 
     def _step(self) -> float:
         """Step the optimizer and return the learning rate; sets `_grad_norm`, before clipping."""
-        settings = self.config.learner
-        lr = self._lr_factor * learning_rate(
-            self.updates,
-            lr=settings.lr,
-            warmup=settings.warmup_steps,
-            schedule=settings.schedule,
-            total=self._total_updates,
+        settings, effective = self.config.learner, 1.0
+        if self._effective is not None:
+            effective = self._effective.factor(self._collectives.sum)
+            self._metrics.add_value("train/ess_step_factor", effective)
+        lr = (
+            effective
+            * self._lr_factor
+            * learning_rate(
+                self.updates,
+                lr=settings.lr,
+                warmup=settings.warmup_steps,
+                schedule=settings.schedule,
+                total=self._total_updates,
+            )
         )
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr

@@ -32,7 +32,7 @@ assert not loaded & others, loaded
 """
 MATH = (
     "advantages reward_norm losses selection importance kl aggregation logprobs rows metrics "
-    "rewards filters"
+    "rewards filters step_size"
 )
 
 

@@ -130,6 +130,7 @@ def wires() -> list[Wire]:
         _trained("learner.warmup_steps", 4),
         _trained("learner.schedule", "linear"),
         _trained("learner.schedule", "settle"),
+        _trained("learner.ess_step_size", True),
         _trained("learner.grad_clip", 0.01),
         _trained("learner.gradient_checkpointing", True),
         _trained("learner.activation_offload", True, {"learner.gradient_checkpointing": True}),
