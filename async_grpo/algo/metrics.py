@@ -228,7 +228,8 @@ def loss_metrics(
     _add_extremes(sums.maximum, largest, bucket, valid, least=False)
     _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
     if (rows := _rows(mask, row_index)) is not None:
-        _add_rows(sums, rows, valid, lag, to_behavior, mismatch, given.get("kept"))
+        current = flat(logprobs)
+        _add_rows(sums, rows, valid, lag, current, behavior, mismatch, given.get("kept"))
 
 
 def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
@@ -296,7 +297,8 @@ def _add_rows(
     rows: Tensor,
     valid: Tensor,
     lag: Tensor,
-    to_behavior: Tensor,
+    current: Tensor,
+    behavior: Tensor,
     mismatch: Tensor | None,
     kept: Tensor | None,
 ) -> None:
@@ -311,11 +313,12 @@ def _add_rows(
         )
 
     length, oldest = total(valid.double()), most(lag)
-    rho, any_token = bounded_exp(total(to_behavior)), length > 0
+    rho, any_token = bounded_exp(total(current - behavior)), length > 0
     columns = {
         "row_length": length,
         "lag_span": oldest + most(-lag),
         **_with_square("rho_seq", rho),
+        **_perplexities(*(total(one) / length.clamp(min=1) for one in (current, behavior))),
     }
     if mismatch is not None:
         ratio, mean = bounded_exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
@@ -326,6 +329,18 @@ def _add_rows(
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
+
+
+def _perplexities(current: Tensor, behavior: Tensor) -> dict[str, Tensor]:
+    """Compare perplexities of responses, from their mean log-probs."""
+    difference = behavior - current
+    return {
+        "ppl_current": bounded_exp(-current),
+        "ppl_behavior": bounded_exp(-behavior),
+        "ppl_ratio": bounded_exp(difference),
+        "ppl_log_diff": difference,
+        "ppl_log_diff_abs": difference.abs(),
+    }
 
 
 def _bucket(lag: Tensor) -> Tensor:

@@ -195,9 +195,15 @@ def _explain(
     return "\n".join(lines)
 
 
+_KIND = re.compile(r"\w+\[.*\]|bool|int|constrained-int")
+"""How pydantic names the kinds of value of a setting that has several."""
+
+
 def _at(problem: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return where the value is, without the kinds that pydantic tried for it one by one."""
-    return tuple(part for part in problem["loc"] if not re.fullmatch(r"\w+\[.*\]", str(part)))
+    path = problem["loc"]
+    kinds = (end for end, part in enumerate(path) if _KIND.fullmatch(str(part)))
+    return next((path[:end] for end in kinds if _dotted(path[:end]) in settings()), path)
 
 
 def _place(path: tuple[str, ...], places: Mapping[tuple[str, ...], str], file: str) -> str:

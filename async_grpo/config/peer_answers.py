@@ -57,6 +57,13 @@ ANSWERS = (
         "`algorithm.adv_estimator: raw`; ROLL's reward_clip, after it, is "
         "`algorithm.reward_clip_after`",
     ),
+    Answer(
+        "TRL",
+        "multi_objective_aggregation",
+        "`task.rewards_norm: group` normalises each component before they are added up, and "
+        "`algorithm.whiten_advantages: true` whitens what comes of it",
+        lambda value: value == "normalize_then_sum",
+    ),
     Answer("OpenRLHF", "vllm_is_*", f"{_SETS}: weights between engine and learner"),
     Answer(
         "OpenRLHF",

@@ -26,6 +26,11 @@ OF_ROWS = {
     "rejected_rows",
     "row_length",
     "lag_span",
+    "ppl_current",
+    "ppl_behavior",
+    "ppl_ratio",
+    "ppl_log_diff",
+    "ppl_log_diff_abs",
 }
 
 
@@ -93,6 +98,17 @@ def by_hand(
         i: (sum(anchor[i, t] - beh[i, t] for t in row), sum(cur[i, t] - beh[i, t] for t in row))
         for i, row in rows.items()
     }
+    means = [
+        (sum(cur[i, t] for t in row) / len(row), sum(beh[i, t] for t in row) / len(row))
+        for i, row in rows.items()
+    ]
+    perplexities = {
+        "ppl_current": [math.exp(-c) for c, _ in means],
+        "ppl_behavior": [math.exp(-b) for _, b in means],
+        "ppl_ratio": [math.exp(-c) / math.exp(-b) for c, b in means],
+        "ppl_log_diff": [b - c for c, b in means],
+        "ppl_log_diff_abs": [abs(b - c) for c, b in means],
+    }
     out = {
         "ppo_kl": -sum(d) / n,
         "approx_kl": sum(x * x for x in d) / n / 2,
@@ -125,6 +141,7 @@ def by_hand(
         "mismatch_chi2_seq": sum(math.exp(2 * mis) for mis, _ in seq.values()) / len(seq) - 1,
         "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items())
         / len(seq),
+        **{name: sum(found) / len(rows) for name, found in perplexities.items()},
         "rho_seq": sum(math.exp(r) for _, r in seq.values()) / len(seq),
         "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2
         / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),

@@ -375,6 +375,8 @@ def test_every_key_refuses_a_wrong_type(name: str, base: Path) -> None:
     for wrong in ("[1, x]", "7" if "text" in settings()[name].allowed else '"\\e[31m many words"'):
         message = refused(base, f"{name}={wrong}")
         assert f"`{name}" in message and "allowed is" in message
+        if "list" not in settings()[name].allowed:
+            assert f"`{name}` is" in message, "and no name of a kind of value"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ TOLD = [
     ("ROLL", "algorithm.train_infer_correction", "{a: 1}", "algorithm.importance.level: token"),
     ("ROLL", "algorithm.norm_mean_type", "group", "algorithm.reward_norm: {mean: group"),
     ("ROLL", "algorithm.norm_std_type", "batch", "std: batch}` is both"),
+    ("TRL", "task.multi_objective_aggregation", "normalize_then_sum", "task.rewards_norm: group"),
     ("OpenRLHF", "reward.reward_clip_range", "10", "algorithm.advantage_clip"),
     ("OpenRLHF", "vllm.vllm_is_truncated_threshold", "2", "algorithm.importance.level: token"),
     ("OpenRLHF", "train.train_batch_size", "128", "learner.ppo_mini_batch_size"),
