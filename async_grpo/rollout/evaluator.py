@@ -160,7 +160,7 @@ class EngineEvaluator:
         for each in played:
             if isinstance(each, Episode):
                 _check_labels(each.labels, label)
-                results.append(Score({**each.rewards}, each.verdict))
+                results.append(Score(dict(each.rewards), each.verdict))
                 answer.texts.append(dialogue(each.said))
                 answer.lengths.append(each.session.sampled)
             elif isinstance(each, EnvironmentFailed):

@@ -279,6 +279,22 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
     } <= means.keys()
 
 
+def test_a_step_is_as_large_as_its_responses_are_effective(models: dict[str, str]) -> None:
+    """By the weights of the whole update, whatever its micro-batches, and of that update alone."""
+    case, factors = make_case(models["plain"]), []
+    for parts in (1, 3):
+        with open_learner(config_of(models, 1, ess_step_size=True), models, case) as learner:
+            for _ in range(2):
+                begin(learner, case, [split(range(12), parts)])
+                learner.update(0)
+                means = MetricSums.from_wire(learner.end()).means()
+                factor = means["train/ess_step_factor"]
+                assert factor == pytest.approx(means["train/ess_seq"] ** 0.5, rel=1e-9)
+                assert means["train/lr"] == pytest.approx(3e-3 * factor, rel=1e-12)
+                factors.append(factor)
+    assert factors[:2] == pytest.approx(factors[2:], rel=1e-5) and factors[0] != factors[1] < 1
+
+
 def test_log_probs_come_in_the_order_asked_for(models: dict[str, str]) -> None:
     case = make_case(models["plain"])
     rng = np.random.default_rng(0)

@@ -291,8 +291,8 @@ def test_what_gamma_discounts_by(per: str | None, episode: bool, times: list[int
     config = config_of(adv_estimator="remax", gamma=0.5, gamma_per=per)
     row = LearnerRow(
         np.zeros(2, np.int32),
-        np.zeros(4, np.int32),
-        np.arange(4),
+        np.zeros(9, np.int32),
+        np.array([0, 1, 6, 8]),  # what an environment says in between discounts nothing
         np.full(4, -1.0, np.float32),
         np.zeros(4, np.int64),
         turns=np.array([0, 0, 1, 1]) if episode else None,
