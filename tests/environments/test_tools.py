@@ -13,7 +13,7 @@ from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.calculator import calculator
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import TaskWithTools, with_tools
-from async_grpo.tasks.base import TaskError
+from async_grpo.tasks.base import Score, TaskError
 from tests.support import tools
 from tests.support.tools import Asks, AsksInTurns
 
@@ -53,6 +53,17 @@ def steps(
 def test_a_task_without_tools_stays_as_it_is() -> None:
     task = Asks(None, 0)
     assert with_tools(task, []) is task
+
+
+def test_a_component_of_an_episode_has_a_value() -> None:
+    class Silent(Asks):
+        def score(self, response: str, reference: Any) -> Score:
+            return Score({"right": None}, None)
+
+    environment = with_tools(Silent(None, 0), ["calculator"]).environment()
+    environment.reset("two", 0)
+    with pytest.raises(TypeError, match=r"leaves out \['right'\].* is 0 here"):
+        environment.step(Action("two", [1], "stop"))
 
 
 def test_schemas_come_from_hints_and_docstrings() -> None:

@@ -16,6 +16,7 @@ from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import CountedRequests, EngineError
+from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import GroupTicket
 from tests.support.rollout_parts import Parts, actor_of
@@ -119,6 +120,12 @@ def test_what_a_verifier_error_does_is_configured() -> None:
     assert [row.rewards for meta in zeros.frames for row in meta.rows] == [{"correct": 0.0}] * 4
     with pytest.raises(VerifierFailed, match="out of order"):
         run(Parts(verifier=broken), on_error="fail")
+
+
+def test_a_component_without_a_value_is_not_in_the_frame() -> None:
+    parts = Parts(verifier=Score({"correct": None, "format": 0.5}, None))
+    run(parts)
+    assert [row.rewards for meta in parts.frames for row in meta.rows] == [{"format": 0.5}] * 4
 
 
 def asked_for_300() -> tuple[Parts, list[int]]:

@@ -57,7 +57,7 @@ class Parts:
         self,
         *,
         engine: BaseException | None = None,
-        verifier: VerifierError | None = None,
+        verifier: Score | VerifierError | None = None,
         dead: bool = False,
     ) -> None:
         self.engine, self.verifier, self.dead = engine, verifier, dead
