@@ -200,7 +200,7 @@ def loss_metrics(
         return torch.where(valid, tensor.reshape(-1).double(), 0)
 
     behavior, anchor, lag = flat(behavior_logprobs), flat(anchor_logprobs), flat(staleness)
-    to_behavior, mismatch = flat(logprobs) - behavior, anchor - behavior if recomputed else None
+    current, mismatch = flat(logprobs), anchor - behavior if recomputed else None
     found = {name: flat(tensor) for name, tensor in diagnostics.items()}
     optional = {"weights": weights, "kept": kept, "kl": kl, "entropy": entropy}
     given = {name: flat(tensor) for name, tensor in optional.items() if tensor is not None}
@@ -208,7 +208,7 @@ def loss_metrics(
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
         **_trust_region(found),
-        **_with_square("rho", bounded_exp(to_behavior)),
+        **_with_square("rho", bounded_exp(current - behavior)),
         **({} if mismatch is None else _mismatch(mismatch)),
         **_weighting(given.get("weights"), given.get("kept")),
         **{name: given[name] for name in ("kl", "entropy") if name in given},
@@ -228,7 +228,6 @@ def loss_metrics(
     _add_extremes(sums.maximum, largest, bucket, valid, least=False)
     _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
     if (rows := _rows(mask, row_index)) is not None:
-        current = flat(logprobs)
         _add_rows(sums, rows, valid, lag, current, behavior, mismatch, given.get("kept"))
 
 
