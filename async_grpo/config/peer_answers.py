@@ -96,6 +96,13 @@ ANSWERS = (
         "`algorithm.importance.upper`: tokens above it are left out",
     ),
     Answer(
+        "AReaL",
+        "mean_level std_level",
+        "of rewards they are `algorithm.reward_norm: {mean: group, std: batch}`, with the "
+        "deviation about the batch's mean; AReaL's is about what was subtracted: "
+        "`algorithm.adv_std_level: batch_centered` for group and batch, batch_raw without a mean",
+    ),
+    Answer(
         "verl",
         "rollout_rs rollout_rs_threshold*",
         "each of its options is a rule of `algorithm.rejection`: `seq_max_k3` is `{score: k3, "

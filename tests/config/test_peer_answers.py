@@ -45,6 +45,7 @@ TOLD = [
     ("TRL", "vllm_importance_sampling_clip_min", "0.1", "algorithm.importance.lower"),
     ("AReaL", "actor.m2_threshold", "0.04", "another algorithm"),
     ("AReaL", "actor.behav_imp_weight_cap", "5", "algorithm.importance.mode: mask"),
+    ("AReaL", "actor.reward_norm.std_level", "batch", "algorithm.adv_std_level: batch_centered"),
     ("verl", "algorithm.rollout_rs_threshold", "0.5_2.0", "1/hi to 1/lo"),
     ("verl", "algorithm.rollout_rs", "seq_max_k3", "{score: k3, reduce: max, upper: ...}"),
     ("slime", "rs_veto_threshold", "1e-4", "{score: w, reduce: min, lower: ...}"),
