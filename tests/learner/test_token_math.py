@@ -20,7 +20,16 @@ from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames
 from tests.support.frames import frame_of, make_group
-from tests.support.token_case import CPU, Alone, config_of, gradient, make_rows, splits
+from tests.support.token_case import (
+    CPU,
+    LENGTHS,
+    Alone,
+    config_of,
+    gradient,
+    logprobs_of,
+    make_rows,
+    splits,
+)
 
 CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
 
