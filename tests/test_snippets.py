@@ -4,17 +4,26 @@ them. A new page or block is covered by being there.
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.support import commands
+from tests.support.answering_endpoint import answering_endpoint
+from tests.support.reader import Reader
 from tests.support.real_parsers import Incomplete, Refused
-from tests.support.snippets import LANGUAGES, PAGES, ROOT, of_pages, prose
+from tests.support.snippets import EXECUTED, LANGUAGES, PAGES, Snippet, of_pages, prose
 
 SNIPPETS = of_pages()
-EXAMPLES = "python yaml json".split()
 UNCHECKED: dict[str, str] = {}
 """`page, line n` of a block that cannot be checked -> why. At most three."""
 
@@ -24,6 +33,51 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reader's directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@contextmanager
+def token_tensors() -> Iterator[dict[str, Any]]:
+    """What docs/algorithms.md trains on: two groups of two rows of three tokens."""
+    import torch
+
+    logprobs = torch.full((4, 3), -1.0, requires_grad=True)
+    rewards = torch.zeros(4, 3)
+    rewards[::2, -1] = 1.0
+    yield {
+        "token_level_rewards": rewards,
+        "response_mask": torch.ones(4, 3),
+        "group_index": torch.tensor([0, 0, 1, 1]),
+        "logprobs": logprobs,
+        "old_logprobs": torch.full((4, 3), -1.1),
+    }
+    assert logprobs.grad.abs().sum() > 0
+
+
+@contextmanager
+def an_episode() -> Iterator[dict[str, Any]]:
+    """What the program in docs/agents.md finds: a problem, and a policy that knows the answer."""
+    pytest.importorskip("openai")  # not where vLLM is missing
+    problem = {"prompt": "What is 6 * 7?", "reference": "42", "seed": 1}
+    printed = io.StringIO()
+    with (
+        answering_endpoint("42") as address,
+        mock.patch.dict(os.environ, OPENAI_BASE_URL=address, OPENAI_API_KEY="key"),
+        mock.patch.object(sys, "stdin", io.StringIO(json.dumps(problem))),
+        redirect_stdout(printed),
+    ):
+        yield {"index": {}}  # of the tool `search`
+    told = json.loads(printed.getvalue().splitlines()[-1])
+    assert told == {"rewards": {"correct": 1.0}, "verdict": 1.0}
+
+
+GIVEN = {"docs/algorithms.md": token_tensors, "docs/agents.md": an_episode}
+"""What the code of a page takes as given."""
+
+
+def executed(page: str) -> list[Snippet]:
+    """Blocks of the page that a reader can try."""
+    blocks = [block for block in SNIPPETS[page] if block.language in EXECUTED]
+    return [block for block in blocks if str(block) not in UNCHECKED]
 
 
 def complain(place: object, problem: object) -> None:
@@ -49,6 +103,15 @@ def test_code_is_fenced(page: Path) -> None:
             complain(f"{page.name}, line {number}", f"indented, not in a block: {line.strip()}")
 
 
+@pytest.mark.parametrize("page", [page for page in SNIPPETS if executed(page)])
+def test_the_examples_work(page: str, home: Path) -> None:
+    with GIVEN.get(page, nullcontext)() as on_hand:
+        reader = Reader(page, on_hand or {})
+        with reader.at_work():
+            for block in executed(page):
+                reader.read(block)
+
+
 @pytest.mark.parametrize("page", SNIPPETS)
 def test_the_programs_would_take_the_commands(page: str, home: Path) -> None:
     for block in SNIPPETS[page]:
@@ -71,3 +134,58 @@ def test_commands_in_sentences_have_real_options(page: Path, home: Path) -> None
             continue
         except Refused as refusal:
             complain(page.name, f"`{line}`: {refusal}")
+
+
+BUILT = "from async_grpo import load_config\ntrainer = load_config('quickstart').build()\n"
+OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(Environment):\n"
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "fault"),
+    [
+        ("python", "from async_grpo import Trainor", "Trainor"),
+        ("python", BUILT + "trainer.trane()", "Trainer has no trane"),
+        ("python", BUILT + "trainer.train(stepz=1)", "unexpected keyword argument 'stepz'"),
+        ("python", BUILT + "trainer.train()['rollout/scoer']", "no metric rollout/scoer"),
+        ("python", BUILT + "trainer.save(keep=1)", "unexpected keyword argument 'keep'"),
+        ("python", "def f():\n    return nowhere.a", "nobody knows nowhere"),
+        ("python", OVERRIDES + "    def reset_it(self): ...", "reset_it"),
+        ("python", OVERRIDES + "    def step(self): ...", "too many positional"),
+        ("yaml", "learner: {lrr: 1}", "is not a setting"),
+        ("yaml", "environment: {tools: [math.sqroot]}", "sqroot"),
+        ("yaml", "algorithm: {plugins: [nowhere]}", "cannot be imported"),
+        ("json", '{"a" 1}', "delimiter"),
+    ],
+)
+def test_a_wrong_example_is_found(language: str, code: str, fault: str, home: Path) -> None:
+    reader = Reader("wrong.md", {})
+    with reader.at_work(), pytest.raises(Exception, match=fault):
+        reader.read(Snippet("wrong.md", 1, language, code))
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("python -m async_grpo.rnu quickstart", "no async_grpo.rnu"),
+        ("python -m async_grpo.run quickstart --dryrun", "--dryrun is no option"),
+        ("python -m async_grpo.run quickstart learner.lrr=1", "is not a setting"),
+        ("python -m async_grpo.run my.yaml learner.lrr=1  # so", "is not a setting"),
+        ("python -m async_grpo.run quickstart --dry-run --assume gpu=8", "is not understood"),
+        ("python -m async_grpo.run configs/quick.yaml", "there is no configs/quick.yaml"),
+        ("python -m async_grpo.replay RUN_DIR --sort size", "invalid choice: 'size'"),
+        ("python -m async_grpo.plan CONFIG [--frm RUN_DIR]", "unrecognized arguments: --frm"),
+        ("python -m benchmarks.rollout --sizes 2M", "invalid choice: '2M'"),
+        ("A=1 make tset && make test", "no tset"),
+        ("make test ARG=1", "no ARG"),
+        ("ray start --heads", "No such option"),
+        ("ray jobs submit -- ls", "no command jobs"),
+        ("ray job submit --working-dir . -- python -m async_grpo.run a --now", "is no option"),
+        ('pip install ".[gpus]"', "no extras"),
+        ("python examples/workers/worker.py RUN_DIR --slot few -- agent", "invalid int"),
+        ("sbatch examples/slurm/nowhere.sbatch", "no examples/slurm/nowhere.sbatch"),
+        ("step 1/250 score 0.10", "nobody knows how to check `step`"),
+    ],
+)
+def test_a_wrong_command_is_found(line: str, fault: str, home: Path) -> None:
+    with pytest.raises(Refused, match=fault):
+        commands.check(line, home)

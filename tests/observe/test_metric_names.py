@@ -13,13 +13,9 @@ import torch
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.observe.tracking import shown
+from tests.support.metric_page import NAME, PAGE, explained
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "metrics.md"
-NAME = re.compile(
-    "(?:train|rollout|replay|time|weights|eval|cluster|checkpoint|tracking|goodput|plan)"
-    "(?:/[a-z0-9_]+)+"
-)
 UNTRACKED = {
     "weights/self_check_error",  # printed at the start
     "weights/self_check_moved",
@@ -30,26 +26,6 @@ BEGINNINGS = {"rollout/advantage"}
 """Put together with what is measured of them: `rollout/advantage_std`. So are strings that end with
 `_`.
 """
-
-
-def explained(page: str) -> set[str]:
-    """Names in the page: each `word` below a heading with a path, under that path. A word that
-    begins with `_` or `/` continues the one before.
-    """
-    names: set[str] = set()
-    path = last = ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            found = re.match(r"## `([a-z]+)/`", line)
-            path = found[1] if found else ""
-        for word in re.findall(r"`([a-z0-9_/<>]+)`", line) if path else []:
-            for base in [last, *(last[:at] for at, sign in enumerate(last) if sign == "_")]:
-                if word[0] in "_/":
-                    names.add(f"{path}/{base}{word}")
-            if word[0] not in "_/":
-                last = word
-                names.add(word if NAME.fullmatch(word) else f"{path}/{word}")
-    return names
 
 
 def named(source: str) -> Iterator[str]:

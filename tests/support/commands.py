@@ -104,7 +104,15 @@ def _module(module: str, words: list[str], home: Path) -> None:
         task = [f"task.name={given['task']}"] if given.get("task") else []
         _configuration(given.get("config") or str(given["source"]), [*task, *settings], home)
     if given.get("assume"):
-        names(file_of("async_grpo.preflight.dry_run"))["assumed_nodes"](given["assume"])
+        _assumed(given["assume"])
+
+
+def _assumed(nodes: str) -> None:
+    dry_run = names(file_of("async_grpo.preflight.dry_run"))
+    try:
+        dry_run["assumed_nodes"](nodes)
+    except dry_run["SetupError"] as error:
+        raise Refused(str(error)) from None
 
 
 def _configuration(name: str, settings: list[str], home: Path) -> None:
@@ -192,9 +200,9 @@ def _pip(words: list[str], home: Path) -> None:
     """The extras of this package that are asked for exist."""
     extras = set(tomllib.loads((ROOT / "packages.toml").read_text(encoding="utf-8"))["extras"])
     for word in words:
-        if found := re.fullmatch(r"(?:\.|dist/.*)\[([a-z,]+)\]", word):
-            if unknown := set(found[1].split(",")) - extras:
-                raise Refused(f"the package has no extras {unknown}")
+        found = re.fullmatch(r"(?:\.|dist/.*)\[([a-z,]+)\]", word)
+        if found and (unknown := set(found[1].split(",")) - extras):
+            raise Refused(f"the package has no extras {unknown}")
 
 
 def _script(words: list[str], home: Path) -> None:

@@ -6,8 +6,8 @@ its globals only those are evaluated that it asks for until then.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import argparse
 import ast
 import builtins

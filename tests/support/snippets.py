@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("", "bash", "sh", "console")
-LANGUAGES = ("python", "yaml", "json", "text", *COMMANDS)
+EXECUTED = ("python", "yaml", "json")
+LANGUAGES = (*EXECUTED, *COMMANDS, "text")
 _BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 

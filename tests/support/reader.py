@@ -1,0 +1,181 @@
+"""A reader who tries what a page shows, from its first block to its last: code is run, in a module
+of the page or in the file that it names, settings are loaded, rows are read. What would start a run
+is a double (`tests.support.signature_doubles`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import importlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import async_grpo
+from async_grpo.config import plugins, schema, yaml12
+from async_grpo.config.load import load_config
+from async_grpo.environments.base import Action, HasEnvironment, check_observation
+from async_grpo.environments.tools import with_tools
+from async_grpo.tasks.base import Task, check_score
+from async_grpo.tasks.registry import load_task
+from tests.support import signature_doubles
+from tests.support.registers import registers_put_back
+from tests.support.snippets import Snippet
+
+STARTING = ("Trainer",)
+"""Public classes whose objects start something; so do all public functions but these: """
+QUIET = ("load_config", "register_")
+BASE: dict[str, Any] = {
+    "run": {"total_steps": 100, "dir": "runs/base"},
+    "model": {"path": "an-organisation/a-model"},
+    "task": {"name": "arithmetic"},
+}
+"""What the settings of a fragment are merged into."""
+
+
+class Reader:
+    """Blocks of a page are tried one after the other, in the current directory."""
+
+    def __init__(self, page: str, on_hand: Mapping[str, Any]) -> None:
+        """on_hand: what the page takes as given, by name."""
+        self.main = types.ModuleType("snippets_of_" + "".join(filter(str.isalnum, page)))
+        vars(self.main).update(on_hand)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Modules can be imported from here, and nothing is left of what they register."""
+        before = set(sys.modules)
+        with (
+            registers_put_back(),
+            mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]),
+            mock.patch.object(plugins, "_ask", _asked_here),
+            _nothing_starts(),
+        ):
+            sys.modules[self.main.__name__] = self.main
+            try:
+                yield
+            finally:
+                for name in set(sys.modules) - before:
+                    file = getattr(sys.modules[name], "__file__", None) or ""
+                    if name == self.main.__name__ or file.startswith(str(Path.cwd())):
+                        del sys.modules[name]
+
+    def read(self, block: Snippet) -> None:
+        """Try one block; the error says what is wrong with it."""
+        if block.language == "python":
+            self._python(block)
+        elif block.language == "yaml":
+            settings(block.code)
+        elif block.language == "json":
+            for row in block.code.splitlines():
+                json.loads(row)
+
+    def _python(self, block: Snippet) -> None:
+        # errors name the lines of the page
+        code = compile("\n" * (block.line - 1) + block.code, block.page, "exec", dont_inherit=True)
+        if block.module is None:
+            module = self.main
+            exec(code, vars(module))
+        else:
+            Path(f"{block.module}.py").write_text(block.code, encoding="utf-8")
+            importlib.invalidate_caches()
+            module = importlib.import_module(block.module)
+        known = {*vars(module), *vars(self.main), *vars(builtins)}
+        if missing := sorted(_globals(code) - known):
+            raise NameError(f"nobody knows {', '.join(missing)}")
+        for made in [one for one in vars(module).values() if inspect.isclass(one)]:
+            if made.__module__ == module.__name__:
+                _check_overrides(made)
+                if hasattr(made, "train") and hasattr(made, "evaluation"):
+                    name = f"{module.__name__}:{made.__name__}"
+                    played(load_task(schema.TaskConfig(name=name), 0))
+
+
+def _asked_here(request: str, path: tuple[str, ...], stamps: tuple[int, ...]) -> str:
+    """The plugins' check in this process, which has torch already."""
+    reply = plugins._answer(json.loads(request))
+    reply["imports"] = [one for one in reply["imports"] if "imports torch" not in one[1]]
+    return json.dumps(reply)
+
+
+@contextmanager
+def _nothing_starts() -> Iterator[None]:
+    """Doubles take the places of what starts something."""
+    with ExitStack() as stack:
+        for name, one in _starting():
+            stub = signature_doubles.double(one)
+            stack.enter_context(mock.patch.object(sys.modules[one.__module__], name, stub))
+        yield
+
+
+def _starting() -> Iterator[tuple[str, Any]]:
+    """Public names that start something, and what they stand for."""
+    for public in async_grpo.__all__:
+        found = getattr(async_grpo, public)
+        inside = vars(found).items() if inspect.ismodule(found) else [(public, found)]
+        for name, one in inside:
+            function = inspect.isfunction(one) and not name.startswith(("_", *QUIET))
+            if name in STARTING or (function and one.__module__.startswith("async_grpo")):
+                yield name, one
+
+
+def settings(text: str) -> schema.Config:
+    """Load a whole file, or a fragment as a part of a small one, with its task and its tools."""
+    data, _ = yaml12.read(text)
+    if not {"run", "model"} <= set(data):
+        data = merged(BASE, data)
+    Path("tried.yaml").write_text(yaml12.write(data), encoding="utf-8")
+    config = load_config("tried.yaml")
+    with_tools(load_task(schema.TaskConfig(name="arithmetic"), 0), config.environment.tools)
+    return config
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them, key by key; a task's with those of another name are gone."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        both = isinstance(inner, dict) and isinstance(value, dict) and "name" not in value
+        result[key] = merged(inner, value) if both else value
+    return result
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    """Names that functions of this code look up outside themselves."""
+    found = set()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= _globals(inner)
+            found |= {
+                one.argval for one in dis.get_instructions(inner) if one.opname == "LOAD_GLOBAL"
+            }
+    return found
+
+
+def _check_overrides(made: type) -> None:
+    """What a class adds to one of ours is what ours calls, with the arguments that it gives."""
+    for base in [one for one in made.__mro__[1:] if one.__module__.startswith("async_grpo")]:
+        for name, method in vars(made).items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                usual = inspect.signature(getattr(base, name)).parameters
+                inspect.signature(method).bind(*usual)
+
+
+def played(task: Task) -> None:
+    """Pose a problem of each kind, and score an answer or play a turn."""
+    assert len(task) and isinstance(task.fingerprint, str)
+    for problem in (task.train(0), task.evaluation(1)[0]):
+        if not isinstance(task, HasEnvironment):
+            check_score(task.score("Four words are here.", problem.reference), task.weights)
+            continue
+        environment = task.environment()
+        check_observation(environment.reset(problem.reference, 0), task.weights)
+        check_observation(environment.step(Action("1")), task.weights)
+        environment.close()
