@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart gpu-check test test-system coverage test-all test-light mutants chaos lint types format wheel clean
+.PHONY: help install quickstart gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -66,6 +66,9 @@ lint: install  ## check style and format
 
 types: install  ## check the types
 	@$(IN_VENV) mypy
+
+docs: install  ## write the reference pages again: docs/configuration.md, docs/api.md
+	@$(IN_VENV) python -m async_grpo.config.docs && python -m async_grpo.api_page
 
 format: install  ## format everything
 	@$(IN_VENV) ruff check --fix --select I . && ruff format .

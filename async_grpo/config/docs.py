@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -216,21 +217,25 @@ def _default(setting: Setting) -> str:
     return write(setting.default).removesuffix("...\n").strip()
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
-    if not PAGE.parent.is_dir():
+def keep(page: Path, text: Callable[[], str], arguments: list[str], *, command: str) -> int:
+    """Write a page that `command` makes, or `--check` it; the exit code: 0 when it is up to date
+    afterwards, 1 if not, 2 outside a checkout.
+    """
+    if not page.parent.is_dir():
         print("error: the page is written in a checkout of the source only", file=sys.stderr)
         return 2
     if arguments == ["--check"]:
-        fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == render()
-        print(
-            f"{PAGE} is "
-            f"{'up to date' if fresh else 'out of date: run python -m async_grpo.config.docs'}"
-        )
+        fresh = page.is_file() and page.read_text(encoding="utf-8") == text()
+        print(f"{page} is {'up to date' if fresh else f'out of date: run {command}'}")
         return 0 if fresh else 1
-    PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    page.write_text(text(), encoding="utf-8")
+    print(f"wrote {page}")
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
+    return keep(PAGE, render, arguments, command="python -m async_grpo.config.docs")
 
 
 if __name__ == "__main__":
