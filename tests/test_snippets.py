@@ -183,6 +183,8 @@ def test_a_wrong_example_is_found(language: str, code: str, fault: str, home: Pa
         ('pip install ".[gpus]"', "no extras"),
         ("python examples/workers/worker.py RUN_DIR --slot few -- agent", "invalid int"),
         ("sbatch examples/slurm/nowhere.sbatch", "no examples/slurm/nowhere.sbatch"),
+        ("sbatch --nodes=2 examples/slurm/train.sbatch quickstart a.c=1", "is not a setting"),
+        ("kubectl exec POD -- ray job halt", "no command halt"),
         ("step 1/250 score 0.10", "nobody knows how to check `step`"),
     ],
 )

@@ -217,9 +217,19 @@ def _watch(words: list[str], home: Path) -> None:
     _check(words[start:], home)
 
 
-def _named(words: list[str], home: Path) -> None:
-    """What the options name by `-f FILE`, and scripts, exist."""
-    _files([word for word in words if not word.startswith("-")])
+def _kubectl(words: list[str], home: Path) -> None:
+    """Files exist, and what is executed in a pod could be."""
+    _files(words)
+    if "--" in words:
+        _check(words[words.index("--") + 1 :], home)
+
+
+def _sbatch(words: list[str], home: Path) -> None:
+    """The script exists; what follows is for the run that it starts."""
+    _files(words)
+    first = next(i for i, word in enumerate(words) if not word.startswith("--"))
+    if (ROOT / words[first]).is_file():
+        _module("async_grpo.run", words[first + 1 :], home)
 
 
 def _console_script(words: list[str], home: Path) -> None:
@@ -228,12 +238,12 @@ def _console_script(words: list[str], home: Path) -> None:
 
 CHECKS: dict[str, Callable[[list[str], Path], None]] = {
     "async-grpo": _console_script,
-    "kubectl": _named,
+    "kubectl": _kubectl,
     "make": _make,
     "pip": _pip,
     "python": _script,
     "ray": _ray,
-    "sbatch": _named,
+    "sbatch": _sbatch,
     "watch": _watch,
 }
 PLAIN = (".", "cd", "export", "git", "jq", "pre-commit", "scancel", "squeue")
