@@ -30,6 +30,11 @@ SECTIONS = {
             "environments.base": "HasEnvironment Environment Action Observation HasTools",
         },
     ),
+    "Callbacks and sweeps": (
+        "Callbacks that are there, by their names in `run.callbacks` or as objects; one of your "
+        "own is a subclass of `Callback`.",
+        {"callbacks.early_stopping": "*", "callbacks.metric_stream": "*", "tune": "*"},
+    ),
     "What plugins are called with": (
         "Functions that are registered get one of these ([extending.md](extending.md)).",
         {
@@ -43,10 +48,15 @@ SECTIONS = {
     "Inside a running system": (
         "`trainer.system.actors` and `trainer.system.learner`, for those who want to look inside. "
         "Their coroutines belong to the event loop of the trainer.",
-        {"cluster.rollout_actors": "ActorManager", "cluster.learner_group": "LearnerGroup"},
+        {
+            "cluster.rollout_actors": "ActorManager",
+            "cluster.learner_group": "LearnerGroup",
+            "rollout.generation": "Generated",
+        },
     ),
 }
-"""Heading -> what stands below it, and names by module, beside those of `async_grpo` itself."""
+"""Heading -> what stands below it, and names by module (`*`: all that it defines, if the module is
+there), beside those of `async_grpo` itself."""
 
 _INTRODUCTION = """\
 # API
@@ -178,9 +188,17 @@ def render() -> str:
     for heading, (text, modules) in SECTIONS.items():
         parts.append(f"## {heading}\n\n{text}\n")
         for module, names in modules.items():
-            for name in names.split():
+            for name in _defined(module) if names == "*" else names.split():
                 parts += _entry(find(name, module), shown=_dotted(module))
     return "\n".join(parts)
+
+
+def _defined(module: str) -> Iterator[str]:
+    """Find the public functions and classes that a module defines; none where it is missing."""
+    tree = _tree(module)
+    for node in tree.body if tree else ():
+        if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+            yield node.name
 
 
 def _dotted(module: str) -> str:
@@ -195,7 +213,7 @@ def _entry(found: Found, *, shown: str) -> Iterator[str]:
         yield from _class(found, node, shown)
     elif isinstance(node, ast.Module):
         yield _text(f"module {_dotted(found.module)}", node)
-        yield from _listed(_contents(node))
+        yield from _listed(_contents(found))
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         yield _text(f"{shown}.{found.name}{signature(node)}", node)
 
@@ -204,16 +222,18 @@ def _text(head: str, node: ast.AST) -> str:
     return "\n\n".join(part for part in (f"`{head}`", _summary(node)) if part) + "\n"
 
 
-def _contents(module: ast.Module) -> Iterator[str]:
+def _contents(found: Found) -> Iterator[str]:
     """List the public functions and classes of a module."""
-    for node in module.body:
-        if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
-            given = "" if isinstance(node, ast.ClassDef) else signature(node)
-            yield _line(f"{node.name}{given}", _summary(node))
+    for name in _defined(found.module):
+        node = find(name, found.module).node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name += signature(node)
+        yield _line(name, _summary(node))
 
 
 def _class(found: Found, node: ast.ClassDef, shown: str) -> Iterator[str]:
-    chain = list(_ancestry(found))
+    known = {*public()} - {found.name}  # what is inherited from these is on the page already
+    chain = [one for one in _ancestry(found) if one.name not in known]
     yield _text(f"{shown}.{found.name}{_made(chain)}", node)
     if _is_section(chain):
         yield "Its fields are the settings: [configuration.md](configuration.md).\n"

@@ -137,6 +137,7 @@ def test_commands_in_sentences_have_real_options(page: Path, home: Path) -> None
 
 
 BUILT = "from async_grpo import load_config\ntrainer = load_config('quickstart').build()\n"
+CALLBACK = "from async_grpo import Callback\nclass Mine(Callback):\n"
 OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(Environment):\n"
 
 
@@ -149,8 +150,14 @@ OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(En
         ("python", BUILT + "trainer.train()['rollout/scoer']", "no metric rollout/scoer"),
         ("python", BUILT + "trainer.save(keep=1)", "unexpected keyword argument 'keep'"),
         ("python", "def f():\n    return nowhere.a", "nobody knows nowhere"),
-        ("python", OVERRIDES + "    def reset_it(self): ...", "reset_it"),
+        ("python", OVERRIDES + "    def resett(self): ...", "no resett"),
         ("python", OVERRIDES + "    def step(self): ...", "too many positional"),
+        ("python", CALLBACK + "    def on_steps(self, trainer, result): ...", "no on_steps"),
+        ("python", CALLBACK + "    def on_step(self, trainer): ...", "too many positional"),
+        ("python", CALLBACK + "    def on_step(self, t, r): t.stop_now()", "no stop_now"),
+        ("python", CALLBACK + "    def on_step(self, t, r): r['done'], r['dun']", "metric dun"),
+        ("python", BUILT + "trainer.system.learner.get_wieghts()", "no get_wieghts"),
+        ("python", "import ray\nray.init()", "starts something"),
         ("yaml", "learner: {lrr: 1}", "is not a setting"),
         ("yaml", "environment: {tools: [math.sqroot]}", "sqroot"),
         ("yaml", "algorithm: {plugins: [nowhere]}", "cannot be imported"),
@@ -161,6 +168,21 @@ def test_a_wrong_example_is_found(language: str, code: str, fault: str, home: Pa
     reader = Reader("wrong.md", {})
     with reader.at_work(), pytest.raises(Exception, match=fault):
         reader.read(Snippet("wrong.md", 1, language, code))
+
+
+def test_a_script_that_drives_a_run_is_tried_with_doubles(home: Path) -> None:
+    code = BUILT + (
+        "with trainer, trainer.draining() as same:\n"
+        '    seen = [f\'{one["done"]:d} {one["train/loss"]:.1f}\' for one in trainer]\n'
+        "    found = trainer.call(trainer.system.actors.foreach_actor(len))['actor-0.0']\n"
+        "again = type(trainer), trainer.from_checkpoint(trainer.save(), ['learner.lr=1e-5'])\n"
+        "assert same is trainer and seen == ['1 0.5'] * 2\n"
+        "texts = [one.text for some in again[1].generate(['a'], n=2) for one in some]\n"
+        "assert again[1].config.build and trainer.config.run.name == 'quickstart'\n"
+    )
+    reader = Reader("script.md", {})
+    with reader.at_work():
+        reader.read(Snippet("script.md", 1, "python", code))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ is a double (`tests.support.signature_doubles`).
 from __future__ import annotations
 
 import builtins
+import difflib
 import dis
-import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -25,13 +26,15 @@ from async_grpo.environments.base import Action, HasEnvironment, check_observati
 from async_grpo.environments.tools import with_tools
 from async_grpo.tasks.base import Task, check_score
 from async_grpo.tasks.registry import load_task
-from tests.support import signature_doubles
 from tests.support.registers import registers_put_back
+from tests.support.signature_doubles import double, value
 from tests.support.snippets import Snippet
 
 STARTING = ("Trainer",)
 """Public classes whose objects start something; so do all public functions but these: """
 QUIET = ("load_config", "register_")
+MODULES = ("async_grpo.tune",)
+"""Modules of the package, all of whose public names start something."""
 BASE: dict[str, Any] = {
     "run": {"total_steps": 100, "dir": "runs/base"},
     "model": {"path": "an-organisation/a-model"},
@@ -109,8 +112,10 @@ def _asked_here(request: str, path: tuple[str, ...], stamps: tuple[int, ...]) ->
 def _nothing_starts() -> Iterator[None]:
     """Doubles take the places of what starts something."""
     with ExitStack() as stack:
+        refuse = mock.Mock(side_effect=AssertionError("ray.init starts something"))
+        stack.enter_context(mock.patch("ray.init", refuse))
         for name, one in _starting():
-            stub = signature_doubles.double(one)
+            stub = double(one)
             stack.enter_context(mock.patch.object(sys.modules[one.__module__], name, stub))
         yield
 
@@ -119,11 +124,14 @@ def _starting() -> Iterator[tuple[str, Any]]:
     """Public names that start something, and what they stand for."""
     for public in async_grpo.__all__:
         found = getattr(async_grpo, public)
-        inside = vars(found).items() if inspect.ismodule(found) else [(public, found)]
-        for name, one in inside:
-            function = inspect.isfunction(one) and not name.startswith(("_", *QUIET))
-            if name in STARTING or (function and one.__module__.startswith("async_grpo")):
-                yield name, one
+        if public in STARTING or (inspect.isfunction(found) and not public.startswith(QUIET)):
+            yield public, found
+    for home in MODULES:
+        if importlib.util.find_spec(home) is not None:
+            for name, one in vars(importlib.import_module(home)).items():
+                kind = inspect.isfunction(one) or inspect.isclass(one)
+                if kind and one.__module__ == home and not name.startswith("_"):
+                    yield name, one
 
 
 def settings(text: str) -> schema.Config:
@@ -140,10 +148,10 @@ def settings(text: str) -> schema.Config:
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with others over them, key by key; a task's with those of another name are gone."""
     result = dict(below)
-    for key, value in above.items():
+    for key, over in above.items():
         inner = result.get(key)
-        both = isinstance(inner, dict) and isinstance(value, dict) and "name" not in value
-        result[key] = merged(inner, value) if both else value
+        both = isinstance(inner, dict) and isinstance(over, dict) and "name" not in over
+        result[key] = merged(inner, over) if both else over
     return result
 
 
@@ -160,12 +168,26 @@ def _globals(code: types.CodeType) -> set[str]:
 
 
 def _check_overrides(made: type) -> None:
-    """What a class adds to one of ours is what ours calls, with the arguments that it gives."""
+    """Methods of a class that is made from one of ours are those that ours has, with the arguments
+    that it gives; they are called with doubles of those, if the object is made without any.
+    """
     for base in [one for one in made.__mro__[1:] if one.__module__.startswith("async_grpo")]:
+        usual = {name: one for name, one in vars(base).items() if inspect.isfunction(one)}
         for name, method in vars(made).items():
-            if inspect.isfunction(method) and not name.startswith("_"):
-                usual = inspect.signature(getattr(base, name)).parameters
-                inspect.signature(method).bind(*usual)
+            if name in usual:
+                inspect.signature(method).bind(*inspect.signature(usual[name]).parameters)
+            elif inspect.isfunction(method) and difflib.get_close_matches(name, usual):
+                raise AttributeError(f"{base.__name__} has no {name}")
+        if issubclass(made, async_grpo.Callback) and base is async_grpo.Callback:
+            _tell_all(made(), [name for name in usual if name in vars(made)])
+
+
+def _tell_all(callback: Any, events: list[str]) -> None:
+    home = sys.modules[async_grpo.Callback.__module__]
+    for name in events:
+        notes = getattr(async_grpo.Callback, name).__annotations__
+        told = [value(note, home) for argument, note in notes.items() if argument != "return"]
+        getattr(callback, name)(*told)
 
 
 def played(task: Task) -> None:
