@@ -34,6 +34,8 @@ model: {path: an-organisation/a-model}
 SHARED = {"/shared/async_grpo/": f"{ROOT}/"}
 """Where a page has a copy of the checkout -> the checkout."""
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*")
+STAND_IN = "1"
+"""The value of a placeholder: a number, and a name."""
 ANY_SETTING = ("section.key=value", "a.b=c")
 OPERATORS = ("|", "||", "&&", ";", "&")
 CODE = re.compile(r"\.(py|sh|sbatch|yaml|yml|toml|txt)$")
@@ -56,7 +58,7 @@ def _words(line: str) -> list[str]:
         words = [word for word in reader if word not in ("...", *ANY_SETTING)]
     except ValueError as error:
         raise Refused(f"{line}: {error}") from None
-    return ["1" if PLACEHOLDER.fullmatch(word) else word for word in words]
+    return [STAND_IN if PLACEHOLDER.fullmatch(word) else word for word in words]
 
 
 def _split(words: list[str]) -> list[list[str]]:
@@ -102,7 +104,9 @@ def _module(module: str, words: list[str], home: Path) -> None:
     settings = given.get("overrides") or given.get("settings") or []
     if module.startswith("async_grpo.") and ("config" in given or "source" in given):
         task = [f"task.name={given['task']}"] if given.get("task") else []
-        _configuration(given.get("config") or str(given["source"]), [*task, *settings], home)
+        name = given.get("config") or str(given["source"])
+        recipe = "config" in given and name != STAND_IN and not Path(name).suffix
+        _configuration(name, [*task, *settings], home, is_recipe=recipe)
     if given.get("assume"):
         _assumed(given["assume"])
 
@@ -115,9 +119,9 @@ def _assumed(nodes: str) -> None:
         raise Refused(str(error)) from None
 
 
-def _configuration(name: str, settings: list[str], home: Path) -> None:
+def _configuration(name: str, settings: list[str], home: Path, *, is_recipe: bool) -> None:
     """Read the settings: of a recipe, of a file of the checkout, or of one of the reader's own."""
-    if name in recipes():
+    if is_recipe or name in recipes():
         path = name
     elif (ROOT / name).is_file():
         path = str(ROOT / name)

@@ -36,6 +36,11 @@ class Snippet:
         return f"{self.page}, line {self.line}"
 
     @property
+    def name(self) -> str:
+        """Its page and first line, which stay when something above is changed."""
+        return f"{self.page}: {self.code.partition(chr(10))[0]}"
+
+    @property
     def module(self) -> str | None:
         """The name of its file, where the first line gives one: `# mine.py`, `# in mine.py`."""
         found = re.search(r"# (?:in )?(\w+)\.py$", self.code.partition("\n")[0])
