@@ -8,9 +8,10 @@ from __future__ import annotations
 import builtins
 import difflib
 import dis
-import importlib.util
+import importlib
 import inspect
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -27,14 +28,11 @@ from async_grpo.environments.tools import with_tools
 from async_grpo.tasks.base import Task, check_score
 from async_grpo.tasks.registry import load_task
 from tests.support.registers import registers_put_back
-from tests.support.signature_doubles import double, value
+from tests.support.signature_doubles import ClassDouble, value
 from tests.support.snippets import Snippet
 
-STARTING = ("Trainer",)
-"""Public classes whose objects start something; so do all public functions but these: """
-QUIET = ("load_config", "register_")
-MODULES = ("async_grpo.tune",)
-"""Modules of the package, all of whose public names start something."""
+STARTING = {"async_grpo.trainer": "Trainer", "ray.tune": "Tuner"}
+"""Module -> the class whose objects start something."""
 BASE: dict[str, Any] = {
     "run": {"total_steps": 100, "dir": "runs/base"},
     "model": {"path": "an-organisation/a-model"},
@@ -50,25 +48,43 @@ class Reader:
         """on_hand: what the page takes as given, by name."""
         self.main = types.ModuleType("snippets_of_" + "".join(filter(str.isalnum, page)))
         vars(self.main).update(on_hand)
+        self._stack = ExitStack()
+        self._doubles: list[ClassDouble] = []
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Modules can be imported from here, and nothing is left of what they register."""
+        """Modules can be imported from here, and nothing starts; afterwards all is as before."""
         before = set(sys.modules)
         with (
             registers_put_back(),
+            self._stack,
             mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]),
             mock.patch.object(plugins, "_ask", _asked_here),
-            _nothing_starts(),
+            mock.patch("ray.init", side_effect=AssertionError("ray.init starts something")),
         ):
             sys.modules[self.main.__name__] = self.main
             try:
                 yield
             finally:
                 for name in set(sys.modules) - before:
-                    file = getattr(sys.modules[name], "__file__", None) or ""
-                    if name == self.main.__name__ or file.startswith(str(Path.cwd())):
-                        del sys.modules[name]
+                    if self._is_ours(sys.modules[name]):
+                        _forget(name)
+
+    def _is_ours(self, module: types.ModuleType) -> bool:
+        """Whether the module is of the page, or has taken one of the doubles for the real thing."""
+        file = getattr(module, "__file__", None) or ""
+        held = {id(one) for one in vars(module).values()} & set(map(id, self._doubles))
+        return module is self.main or file.startswith(str(Path.cwd())) or bool(held)
+
+    def _double(self, code: str) -> None:
+        """Put doubles in the places of what this code may start."""
+        for home, name in STARTING.items():
+            if home.startswith("async_grpo") or re.search(rf"\b{home.split('.')[-1]}\b", code):
+                module = importlib.import_module(home)
+                if not isinstance(getattr(module, name), ClassDouble):
+                    stub = ClassDouble(getattr(module, name))
+                    self._doubles.append(stub)
+                    self._stack.enter_context(mock.patch.object(module, name, stub))
 
     def read(self, block: Snippet) -> None:
         """Try one block; the error says what is wrong with it."""
@@ -81,6 +97,7 @@ class Reader:
                 json.loads(row)
 
     def _python(self, block: Snippet) -> None:
+        self._double(block.code)
         # errors name the lines of the page
         code = compile("\n" * (block.line - 1) + block.code, block.page, "exec", dont_inherit=True)
         if block.module is None:
@@ -108,30 +125,11 @@ def _asked_here(request: str, path: tuple[str, ...], stamps: tuple[int, ...]) ->
     return json.dumps(reply)
 
 
-@contextmanager
-def _nothing_starts() -> Iterator[None]:
-    """Doubles take the places of what starts something."""
-    with ExitStack() as stack:
-        refuse = mock.Mock(side_effect=AssertionError("ray.init starts something"))
-        stack.enter_context(mock.patch("ray.init", refuse))
-        for name, one in _starting():
-            stub = double(one)
-            stack.enter_context(mock.patch.object(sys.modules[one.__module__], name, stub))
-        yield
-
-
-def _starting() -> Iterator[tuple[str, Any]]:
-    """Public names that start something, and what they stand for."""
-    for public in async_grpo.__all__:
-        found = getattr(async_grpo, public)
-        if public in STARTING or (inspect.isfunction(found) and not public.startswith(QUIET)):
-            yield public, found
-    for home in MODULES:
-        if importlib.util.find_spec(home) is not None:
-            for name, one in vars(importlib.import_module(home)).items():
-                kind = inspect.isfunction(one) or inspect.isclass(one)
-                if kind and one.__module__ == home and not name.startswith("_"):
-                    yield name, one
+def _forget(module: str) -> None:
+    del sys.modules[module]
+    package, _, name = module.rpartition(".")
+    if package in sys.modules and hasattr(sys.modules[package], name):
+        delattr(sys.modules[package], name)
 
 
 def settings(text: str) -> schema.Config:

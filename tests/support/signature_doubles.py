@@ -1,5 +1,5 @@
-"""Doubles of classes and functions that would start a run: what is asked of them must exist, every
-call must fit the signature, and what comes back is of the annotated type.
+"""Doubles of classes whose objects would start a run: what is asked of them must exist, every call
+must fit the signature, and what comes back is of the annotated type.
 """
 
 from __future__ import annotations
@@ -222,10 +222,3 @@ class ClassDouble:
             made = Double(self._of)
             return lambda *given, **named: called(found.__func__, self, *given, owner=made, **named)
         return getattr(self._of, name)
-
-
-def double(of: Any) -> Any:
-    """The double of a class, or of a function."""
-    if inspect.isclass(of):
-        return ClassDouble(of)
-    return lambda *given, **named: called(of, *given, **named)
