@@ -35,7 +35,7 @@ esac
 """,
     "python": """
 trap 'record TERM; asked=yes' TERM
-until [[ $NODES != *" "* ]] || grep -q "start --address" "$CALLS"; do /bin/sleep 0.02; done
+until [[ $NODES != *" "* ]] || grep -q " ray .* start --address" "$CALLS"; do /bin/sleep 0.02; done
 [[ -z $ENDS ]] || exit "$DRIVER_CODE"
 touch "$CALLS.training"
 while [[ -z $asked ]]; do /bin/sleep 0.02; done
@@ -43,7 +43,8 @@ for ((i = 0; i < ${SLOW:-0}; i++)); do /bin/sleep 0.02; done
 exit "$DRIVER_CODE"
 """,
 }
-"""What each does once it has written its call down. Ray's head answers when asked again."""
+"""What each does once it has written its call down. Ray's head answers when asked again; the run
+waits for the workers."""
 OF_THE_ENVIRONMENT = ("ray", "python")
 """What `activate` puts on PATH."""
 
