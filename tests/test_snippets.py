@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import ray
 
 from tests.support import commands
 from tests.support.answering_endpoint import answering_endpoint
@@ -157,7 +158,8 @@ OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(En
         ("python", CALLBACK + "    def on_step(self, t, r): t.stop_now()", "no stop_now"),
         ("python", CALLBACK + "    def on_step(self, t, r): r['done'], r['dun']", "metric dun"),
         ("python", BUILT + "trainer.system.learner.get_wieghts()", "no get_wieghts"),
-        ("python", "import ray\nray.init()", "starts something"),
+        ("python", "import ray\nray.init()\nray.cluster_resources(1)", "too many positional"),
+        ("python", "from ray import tune\ntune.Tuner(len, tune_confg=1)", "'tune_confg'"),
         ("yaml", "learner: {lrr: 1}", "is not a setting"),
         ("yaml", "environment: {tools: [math.sqroot]}", "sqroot"),
         ("yaml", "algorithm: {plugins: [nowhere]}", "cannot be imported"),
@@ -189,9 +191,12 @@ def test_what_a_page_doubles_is_real_again_afterwards(home: Path) -> None:
     (home / "holder.py").write_text("from async_grpo.trainer import Trainer\n")
     reader = Reader("held.md", {})
     with reader.at_work():
-        reader.read(Snippet("held.md", 1, "python", "import holder\nheld = holder.Trainer"))
+        reader.read(
+            Snippet("held.md", 1, "python", "import holder, ray; ray.init()\nheld = holder.Trainer")
+        )
     from async_grpo.trainer import Trainer
 
+    assert not ray.is_initialized() and ray.init.__module__ == "ray._private.worker"
     assert reader.main.held is not Trainer and "holder" not in sys.modules
     assert Trainer.__module__ == "async_grpo.trainer" and reader.main.__name__ not in sys.modules
 

@@ -16,9 +16,12 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import ray
 
 import async_grpo
 from async_grpo.config import plugins, schema, yaml12
@@ -28,11 +31,13 @@ from async_grpo.environments.tools import with_tools
 from async_grpo.tasks.base import Task, check_score
 from async_grpo.tasks.registry import load_task
 from tests.support.registers import registers_put_back
-from tests.support.signature_doubles import ClassDouble, value
+from tests.support.signature_doubles import ClassDouble, called, value
 from tests.support.snippets import Snippet
 
 STARTING = {"async_grpo.trainer": "Trainer", "ray.tune": "Tuner"}
 """Module -> the class whose objects start something."""
+OF_RAY = ("init", "shutdown", "cluster_resources", "available_resources", "nodes")
+"""Functions of Ray that start a cluster, or need one."""
 BASE: dict[str, Any] = {
     "run": {"total_steps": 100, "dir": "runs/base"},
     "model": {"path": "an-organisation/a-model"},
@@ -60,7 +65,7 @@ class Reader:
             self._stack,
             mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]),
             mock.patch.object(plugins, "_ask", _asked_here),
-            mock.patch("ray.init", side_effect=AssertionError("ray.init starts something")),
+            mock.patch.multiple("ray", **{name: _promised(name) for name in OF_RAY}),
         ):
             sys.modules[self.main.__name__] = self.main
             try:
@@ -123,6 +128,11 @@ def _asked_here(request: str, path: tuple[str, ...], stamps: tuple[int, ...]) ->
     reply = plugins._answer(json.loads(request))
     reply["imports"] = [one for one in reply["imports"] if "imports torch" not in one[1]]
     return json.dumps(reply)
+
+
+def _promised(name: str) -> Any:
+    """A function of Ray that does nothing but check its arguments."""
+    return partial(called, getattr(ray, name))
 
 
 def _forget(module: str) -> None:
