@@ -40,7 +40,7 @@ class Callback:
         """Act once the processes of the run serve, before the first learner step."""
 
     def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
-        """Act after a learner step. result: as `Trainer.steps` gives it."""
+        """Act after a learner step. result: as `Trainer.steps` gives it, but for `done`."""
 
     def on_publication(self, trainer: Trainer, version: int, seconds: float) -> None:
         """Act once a version of the weights is live, `seconds` after it was staged."""
