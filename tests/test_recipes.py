@@ -4,25 +4,21 @@ row mathematics and DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from async_grpo.algo.metrics import MetricSums
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
 from async_grpo.wire import codec
-from tests.support.learners import picked, plain_model, row_distribution, set_rank
+from tests.support.learners import set_rank
 from tests.support.models import write_model
 from tests.support.processes import free_port
 from tests.support.recipes import CONFIGS, RECIPES
-
-WEIGHTS = {"correct": 1.0, "format": 0.2}
+from tests.support.recorded_steps import WEIGHTS, record, train_step
 
 
 @pytest.fixture(scope="module")
@@ -47,65 +43,6 @@ def recipe(name: str, model: str, tmp_path: Path) -> Config:
     if config.model.reference_refresh_steps:
         overrides.append("model.reference_refresh_steps=2")
     return load_config(CONFIGS / f"{name}.yaml", overrides)
-
-
-def record(config: Config, directory: str, step: int) -> list[bytes]:
-    """The frames of one learner step: responses that the model in `directory` may have sampled,
-    with its own log-probs, nearly.
-    """
-    policy, rng = plain_model(directory), np.random.default_rng(step)
-    oldest = step - 1 - min(config.replay.max_staleness, step - 1)
-    frames = []
-    for group_id in range(10 * step, 10 * step + config.rollout.rollout_batch_size):
-        prompt = rng.integers(3, 100, int(rng.integers(2, 8))).astype(np.int32)
-        roles = ["train"] * config.rollout.group_size + ["baseline"] * (
-            config.algorithm.adv_estimator == "remax"
-        )
-        rows = []
-        for index, role in enumerate(roles):
-            length = int(rng.integers(2, config.rollout.response_length + 1))
-            response = rng.integers(3, 100, length).astype(np.int32)
-            with torch.no_grad():
-                logprobs = picked(
-                    row_distribution(policy, prompt, response), response
-                ).numpy() + rng.normal(0, 0.05, length)
-            spans = [codec.VersionSpan(oldest, 0, 1), codec.VersionSpan(step - 1, 1, length)]
-            right = float(index % 2 == group_id % 2)
-            rows.append(
-                codec.Row(
-                    response_ids=response,
-                    behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32),
-                    segments=[(0, length)],
-                    versions=spans if oldest < step - 1 else [codec.VersionSpan(oldest, 0, length)],
-                    rewards={"correct": right, "format": rng.random()},
-                    verdict=right,
-                    finish_reason="length" if length == config.rollout.response_length else "stop",
-                    role=role,
-                )
-            )
-        times = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
-        frames.append(
-            codec.encode_group(codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times))
-        )
-    return frames
-
-
-def train_step(
-    learner: Learner, rows: RowMath, frames: Sequence[bytes], step: int
-) -> dict[str, float]:
-    """One learner step as the loop makes it; its metrics."""
-    metas = [codec.decode_meta(frame) for frame in frames]
-    batch = codec.Batch(step, tuple(metas))
-    by_id = {meta.group_id: frame for meta, frame in zip(metas, frames, strict=True)}
-    learner._fetch = lambda _, group_ids: codec.pack_frames(
-        [by_id[group_id] for group_id in group_ids]
-    )
-    [plan], kl_coef = rows.plans(batch), rows.kl_coef
-    values, metrics = rows.values(batch, learner.begin(plan))
-    learner.assign(values, kl_coef)
-    for index in range(len(plan.updates)):
-        learner.update(index)
-    return metrics | MetricSums.from_wire(learner.end()).means()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -16,6 +16,8 @@ import yaml
 
 _DIGITS = 4300
 """Python shows no integer with more digits than these, and would read one in hexadecimal."""
+_LARGEST = 100_000
+"""Most values of a document, those of aliases counted wherever they stand."""
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
@@ -117,9 +119,13 @@ def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
             node = loader.get_single_node()
             if node is None:
                 return None, {}
+            if _size(node, {}) > _LARGEST:
+                raise YamlError(f"it holds more than {_LARGEST:,} values")
             value = loader.construct_document(node)
         finally:
             loader.dispose()
+    except YamlError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise YamlError(_in_words(error.problem or "it cannot be parsed"), line) from error
@@ -134,6 +140,17 @@ def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     lines: dict[tuple[str, ...], int] = {}
     _collect_lines(node, (), lines)
     return value, lines
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values the node holds, those of aliases counted wherever they stand."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1  # what holds itself is refused when it is constructed
+        inner = [part for pair in node.value for part in (pair if type(pair) is tuple else [pair])]
+        known[id(node)] += sum(_size(part, known) for part in inner)
+    return known[id(node)]
 
 
 def _collect_lines(

@@ -33,6 +33,10 @@ model:
 rollout:
   group_size: 4
 """
+ALIASES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i + 1}: &a{i + 1} {{p: *a{i}, q: *a{i}}}\n" for i in range(60)
+)
+"""Two to the power of 60 values in 60 lines."""
 PACKAGE = (
     "/tmp/ray/session_2031-02-03_04-05-06_1_2/runtime_resources/working_dir_files/"
     "_ray_pkg_0123456789abcdef"
@@ -148,6 +152,7 @@ def test_what_is_written_is_read_back(value: object) -> None:
         ("run: &a\n  x: *a\n", ["not valid YAML", "recursive"]),
         ("a: \x01\n", ["characters"]),
         ("[" * 1200, ["nested too deeply"]),
+        (ALIASES, ["more than 100,000 values"]),
         ("seed: " + "9" * 5000, ["a number in it cannot be read"]),
         ("seed: 0x" + "f" * 5000, ["a number in it cannot be read"]),
         ("---\nseed: 1\n---\nseed: 2\n", ["another document"]),

@@ -1,0 +1,165 @@
+"""Rules that the tables of several systems share: names, directories, data, periods.
+
+Runs in: a terminal. Hides which texts are names and paths here. Invariant: as of `rules`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from async_grpo.config.docs import show
+from async_grpo.migrate.rules import (
+    Found,
+    KeyRule,
+    Untranslatable,
+    boolean,
+    by,
+    number,
+    text,
+    to,
+    whole,
+    words,
+)
+from async_grpo.migrate.source import Source
+
+LAYOUT_OF_OTHERS = "how memory is laid out there; here `learner.zero_stage` and `learner.deepspeed`"
+DATA_FILES = "how rows are read; a task knows its own (docs/tasks.md)"
+SUMMED = (
+    "in the reward of every token; estimators that compare groups sum it up before their baseline "
+    "here"
+)
+PROCESSES = "how its processes are placed and started; `cluster` says that here"
+_ROWS, _OTHER_FILES = (".jsonl", ".json"), (".parquet", ".csv", ".arrow", ".txt", ".tsv", ".py")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
+
+
+def data(keys: str, ours: str) -> KeyRule:
+    """Take a data set that can be read here: a JSONL file, or a name on the hub."""
+
+    def change(value: Any) -> str:
+        parts = value if isinstance(value, list) else [value]
+        if len(parts) != 1:
+            raise Untranslatable(f"{len(parts)} data sets; a run has one: join them into one file")
+        name = text(parts[0])
+        if name.endswith(_ROWS) or (_NAME.fullmatch(name) and not name.endswith(_OTHER_FILES)):
+            return name
+        raise Untranslatable(
+            "rows are read from JSONL files and from data sets of the hub here (docs/tasks.md)"
+        )
+
+    return to(keys, ours, change)
+
+
+def file_name(keys: str) -> KeyRule:
+    """Take a name of a run, with `_` for what a directory's name should not have."""
+
+    def convert(value: Any, source: Source) -> Found:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip(".") or "migrated"
+        return Found({"run.name": name})
+
+    return by(keys, convert)
+
+
+def directory(keys: str) -> KeyRule:
+    """Take a directory for what a run writes."""
+    return to(keys, "run.dir", text, "everything that a run writes is in it")
+
+
+def experiment(keys: str) -> KeyRule:
+    """Take the name that groups runs in a tracker."""
+    return to(keys, "tracking.experiment", text, "of MLflow here")
+
+
+def mlflow_among(keys: str) -> KeyRule:
+    """Say what becomes of a list of trackers."""
+
+    def convert(value: Any, source: Source) -> Found:
+        names = value if isinstance(value, list) else re.split(r"[\s,]+", str(value))
+        if "mlflow" in map(str, names):
+            return Found({"tracking.mlflow": True})
+        raise Untranslatable("the tracker is MLflow here (`tracking.mlflow`)")
+
+    return by(keys, convert)
+
+
+def resume(keys: str) -> KeyRule:
+    """Take what a start continues from."""
+
+    def change(value: Any) -> str:
+        known = {"auto": "auto", "true": "auto", "disable": "never", "false": "never"}
+        meant = known.get(str(value).lower())
+        if meant is None:
+            raise Untranslatable(f"{show(value)} is of a checkpoint of another system")
+        return meant
+
+    return to(keys, "checkpoint.resume", change)
+
+
+def kl_word(keys: str) -> KeyRule:
+    """Take the estimator of the KL in the loss."""
+    table = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "kl": "kl", "abs": "abs", "mse": "mse"}
+    table |= {"low_var_kl": "low_var_kl"}
+    table |= {f"{theirs}+": f"{ours}+" for theirs, ours in table.items() if ours != "mse"}
+    table |= {"mse+": "mse", "k2+": "mse"}
+    return words(keys, "algorithm.kl_loss_type", table)
+
+
+def adapter_layers(keys: str) -> KeyRule:
+    """Take the layers with adapters."""
+
+    def change(value: Any) -> Any:
+        return "all-linear" if value in ("all-linear", "all") else _listed(value)
+
+    return to(keys, "model.lora.target_modules", change)
+
+
+def _listed(value: Any) -> list[str]:
+    names = value if isinstance(value, list) else re.split(r"[\s,]+", text(value))
+    return [text(name) for name in names]
+
+
+def off_is_zero(value: Any) -> int:
+    """Return a `top_k`, of which -1 is off elsewhere."""
+    return max(0, whole(value))
+
+
+def share_of_steps(keys: str, total: str, updates: float) -> KeyRule:
+    """Take a warm-up given as a share of all steps, counted in optimizer updates here."""
+
+    def convert(value: Any, source: Source) -> Found:
+        share, steps = number(value), source.number(total)
+        if share and steps <= 0:
+            raise Untranslatable(
+                "a share of all steps, whose number is not in the file: `learner.warmup_steps` "
+                "counts optimizer updates"
+            )
+        note = "a share of all steps there, optimizer updates here"
+        return Found({"learner.warmup_steps": round(share * steps * updates)}, note)
+
+    return by(keys, convert)
+
+
+def kl_in_loss(keys: str) -> KeyRule:
+    """Take a coefficient of the KL in the loss, of which 0 is off."""
+
+    def convert(value: Any, source: Source) -> Found:
+        if number(value) == 0:
+            return Found({"algorithm.use_kl_loss": False})
+        return Found(
+            {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": number(value)},
+            "of the KL to the reference, k3",
+        )
+
+    return by(keys, convert)
+
+
+def precision(keys: str, dtype: str) -> KeyRule:
+    """Take a switch for a compute type."""
+
+    def convert(value: Any, source: Source) -> Found:
+        if not boolean(value):
+            return Found({}, "off there; `model.dtype` is auto here")
+        return Found({"model.dtype": dtype})
+
+    return by(keys, convert)

@@ -1,0 +1,41 @@
+"""The systems whose files are read, and which of them a file is of.
+
+Runs in: a terminal. Hides by which keys a system is known. Invariant: a file is of one system, or
+refused in one sentence.
+"""
+
+from __future__ import annotations
+
+from async_grpo.config.docs import settings
+from async_grpo.errors import SetupError
+from async_grpo.migrate.areal import AREAL
+from async_grpo.migrate.openrlhf import OPENRLHF
+from async_grpo.migrate.prime_rl import PRIME_RL
+from async_grpo.migrate.roll import ROLL
+from async_grpo.migrate.rules import Peer
+from async_grpo.migrate.source import Source
+from async_grpo.migrate.trl import TRL
+from async_grpo.migrate.verl import VERL
+
+PEER_TABLES = {one.option: one for one in (VERL, ROLL, AREAL, TRL, OPENRLHF, PRIME_RL)}
+"""Word of `--from` -> the system."""
+_SIGNS = 2
+"""Keys of a system that make a file one of its."""
+
+
+def recognise(source: Source, option: str = "") -> Peer:
+    """Return the system that a file is of; `option` names it. Raises SetupError."""
+    if option:
+        return PEER_TABLES[option]
+    marks = {name: peer.marks(source) for name, peer in PEER_TABLES.items()}
+    best = max(marks.values())
+    found = [name for name, count in marks.items() if count == best]
+    if best >= _SIGNS and len(found) == 1:
+        return PEER_TABLES[found[0]]
+    ours = {name for name, one in settings().items() if one.section and "." not in name}
+    if {key.partition(".")[0] for key in source.given} <= ours | {"seed"}:
+        raise SetupError(f"{source.name} has our own sections: run it as it is.")
+    known = ", ".join(peer.name for peer in PEER_TABLES.values())
+    raise SetupError(
+        f"{source.name} is not recognised as a configuration of {known}; say which with --from."
+    )

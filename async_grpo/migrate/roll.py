@@ -1,0 +1,346 @@
+"""ROLL's keys: flat ones of the pipeline, and `actor_train`, `actor_infer`, `validation`.
+
+Runs in: a terminal. Hides ROLL's names and what it does where a file says nothing. Invariant: as of
+`verl`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from async_grpo.migrate.common import (
+    DATA_FILES,
+    PROCESSES,
+    adapter_layers,
+    data,
+    directory,
+    file_name,
+    mlflow_among,
+    off_is_zero,
+    resume,
+)
+from async_grpo.migrate.rules import (
+    Found,
+    Peer,
+    Untranslatable,
+    answered,
+    boolean,
+    by,
+    every,
+    groups_of,
+    none,
+    number,
+    same,
+    spoken,
+    switch,
+    to,
+    whole,
+    words,
+)
+from async_grpo.migrate.source import Source
+
+_RANGE = re.compile(r"list\(range\((?:(\d{1,5}),)?(\d{1,5})\)\)")
+
+
+def _devices(source: Source, who: str) -> set[int]:
+    """Devices of a cluster of ROLL: `list(range(0,8))`, or a list."""
+    mapping = source.find(f"{who}.device_mapping")
+    if isinstance(mapping, list):
+        return {device for device in mapping if isinstance(device, int)}
+    found = _RANGE.fullmatch(re.sub(r"\s", "", str(mapping)))
+    return set(range(int(found[1] or 0), int(found[2]))) if found else set()
+
+
+def _data_parallel(source: Source) -> int:
+    """Ranks with data of their own."""
+    shared = 1.0
+    for key in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"):
+        shared *= source.number(f"actor_train.strategy_args.strategy_config.{key}_size", 1)
+    return max(1, int(len(_devices(source, "actor_train")) // max(1, shared)))
+
+
+def _mini_batch(value: Any, source: Source) -> Found:
+    accumulated = source.number("actor_train.training_args.gradient_accumulation_steps", 1)
+    rows = whole(value) * accumulated * _data_parallel(source)
+    size = source.number("num_return_sequences_in_group", 1)
+    batch = source.number("rollout_batch_size", 1)
+    groups = min(groups_of(rows, size), int(max(1, batch)))
+    ranks = _data_parallel(source)
+    note = (
+        f"{whole(value)} rows x {accumulated:g} accumulated x {ranks} ranks = {rows:g} rows, over "
+        f"{size:g} responses per prompt"
+    )
+    return Found({"learner.ppo_mini_batch_size": groups}, note)
+
+
+def _accumulated(value: Any, source: Source) -> Found:
+    return Found({}, "counted in `learner.ppo_mini_batch_size`, which is of groups and global")
+
+
+def _loss(value: Any, source: Source) -> Found:
+    name = str(value)
+    if name == "cispo":
+        low, high = (source.number(f"cispo_epsilon_{side}", 0.1) for side in ("low", "high"))
+        return Found({
+            "algorithm.policy_loss": "cispo",
+            "algorithm.clip_ratio_low": low,
+            "algorithm.clip_ratio_high": high,
+        })  # fmt: skip
+    if name == "kimi15":
+        found = {"algorithm.policy_loss": "opmd", "algorithm.norm_adv_by_std_in_grpo": False}
+        return Found(found | {"algorithm.opmd.tau": 0.1}, "needs R - mean as advantage here")
+    table = {"ppo": "ppo_clip", "vanilla": "gpg", "topr": "topr"}
+    if name not in table:
+        raise Untranslatable(f"there is no loss `{name}` here; ppo_clip is in its place")
+    note = "by the ratio of whole responses here, of tokens there" if name == "topr" else ""
+    return Found({"algorithm.policy_loss": table[name]}, note)
+
+
+def _level(value: Any, source: Source) -> Found:
+    if str(value) == "token":
+        return Found({}, "ppo_clip has the ratio of tokens")
+    clip = source.number("pg_clip", 0.2)
+    return Found(
+        {
+            "algorithm.policy_loss": "gspo",
+            "algorithm.clip_ratio_low": source.number("pg_clip_low", clip),
+            "algorithm.clip_ratio_high": source.number("pg_clip_high", clip),
+        },
+        "one ratio per response; usual widths of its interval are 3e-4 and 4e-4",
+    )
+
+
+def _dual_clip(value: Any, source: Source) -> Found:
+    if not boolean(value):
+        return Found({"algorithm.dual_clip_loss": False})
+    bound = round(1 + 2 * source.number("pg_clip", 0.2), 6)
+    found = {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": bound}
+    return Found(found, "the bound is 1 + 2 x pg_clip in ROLL")
+
+
+def _ranged(source: Source) -> bool:
+    return str(source.find("use_pg_clip_range", False)).lower() == "true"
+
+
+def _clip(value: Any, source: Source) -> Found:
+    if _ranged(source):
+        raise Untranslatable("with use_pg_clip_range, pg_clip_low and pg_clip_high count")
+    width = number(value)
+    return Found({"algorithm.clip_ratio_low": width, "algorithm.clip_ratio_high": width})
+
+
+def _clip_side(side: str) -> Any:
+    def convert(value: Any, source: Source) -> Found:
+        if not _ranged(source) and source.has("pg_clip"):
+            raise Untranslatable("without use_pg_clip_range, pg_clip counts")
+        return Found({f"algorithm.clip_ratio_{side}": number(value)})
+
+    return convert
+
+
+def _estimator(value: Any, source: Source) -> Found:
+    name = str(value)
+    if name == "grpo":
+        return Found({"algorithm.adv_estimator": "grpo"})
+    if name == "reinforce":
+        whitened = str(source.find("whiten_advantages", False)).lower() == "true"
+        if whitened:
+            return Found({"algorithm.adv_estimator": "reinforce_plus_plus"}, "returns, whitened")
+        return Found({"algorithm.adv_estimator": "raw"}, "the reward itself, not whitened")
+    reason = "it needs a critic, and there is none here" if name == "gae" else "not here"
+    raise Untranslatable(f"{reason}: grpo is in its place")
+
+
+def _whitened(value: Any, source: Source) -> Found:
+    if source.find("adv_estimator") == "reinforce":
+        return Found({}, "whitening is a part of `reinforce_plus_plus`, or off with `raw`")
+    return Found({"algorithm.whiten_advantages": boolean(value)})
+
+
+def _norm(value: Any, source: Source) -> Found:
+    if source.find("adv_estimator") == "grpo":
+        raise Untranslatable("the estimator grpo normalises by group, in ROLL too")
+    return Found({"algorithm.reward_norm": value})
+
+
+def _shift(name: str) -> Any:
+    def convert(value: Any, source: Source) -> Found:
+        if boolean(value) and not source.has("reward_norm"):
+            raise Untranslatable("without reward_norm it does nothing in ROLL")
+        return Found({f"algorithm.{name}": boolean(value)})
+
+    return convert
+
+
+def _staleness(value: Any, source: Source) -> Found:
+    ratio = number(value)
+    note = "batches ahead there, a strict bound per token here"
+    return Found({"replay.max_staleness": math.ceil(ratio)}, note)
+
+
+def _difficulty(side: str) -> Any:
+    def convert(value: Any, source: Source) -> Found:
+        if str(source.find("difficulty_mask", False)).lower() != "true":
+            raise Untranslatable("without difficulty_mask it does nothing in ROLL")
+        found = {
+            "replay.filter_groups.enable": True,
+            f"replay.filter_groups.accuracy_{side}": number(value),
+        }
+        return Found(found, "groups outside are replaced here, masked there")
+
+    return convert
+
+
+def _ranks(value: Any, source: Source) -> Found:
+    devices = _devices(source, "actor_train")
+    if not devices:
+        raise Untranslatable("not of the form list(range(0,8)): set `learner.ranks`")
+    return Found({"learner.ranks": len(devices)}, "devices that train")
+
+
+def _layout(value: Any, source: Source) -> Found:
+    engines, learner = _devices(source, "actor_infer"), _devices(source, "actor_train")
+    if not engines & learner:
+        return Found({"cluster.layout": "split"}, "other devices than the learner's")
+    if engines == learner:
+        return Found({"cluster.layout": "colocated"}, "the learner's devices")
+    raise Untranslatable("some of the learner's devices: here all of them are shared, or none")
+
+
+def _corrected(value: Any, source: Source) -> Found:
+    on = source.find("train_infer_correction.enable", True)
+    told = spoken(["train_infer_correction"], value)
+    raise Untranslatable(told if str(on).lower() == "true" else "the correction is off")
+
+
+_RULES = (
+    answered("^critic.* ^critic"),
+    file_name("^exp_name"),
+    same("^seed", "seed"),
+    directory("^output_dir"),
+    none("^logging_dir", "logs are in `run.dir`"),
+    same("^max_steps", "run.total_steps"),
+    every("^save_steps", "checkpoint.every_steps"),
+    every("^eval_steps", "evaluation.every_steps"),
+    none("^logging_steps", "every learner step is logged"),
+    resume("^resume_from_checkpoint"),
+    mlflow_among("^track_with"),
+    none("^tracker_kwargs.* ^tracker_kwargs", "of another tracker"),
+    none("^checkpoint_config.*", "checkpoints are in `run.dir`"),
+    same("^pretrain", "model.path"),
+    none("^reward_pretrain", "rewards come from the task's `score`"),
+    # ---- batch
+    same("^rollout_batch_size", "rollout.rollout_batch_size", "prompts, which are groups"),
+    same("^num_return_sequences_in_group"),
+    none("^is_num_return_sequences_expand", "the responses of a prompt always run side by side"),
+    same("^prompt_length", "rollout.prompt_length"),
+    same("^response_length", "rollout.response_length"),
+    none("^sequence_length", "`rollout.prompt_length` + `rollout.response_length`"),
+    by("^async_generation_ratio", _staleness),
+    same("^ppo_epochs", "learner.ppo_epochs"),
+    none("^generate_opt_level ^is_use_additional_prompts ^max_additional_running_prompts",
+         "prompts are always issued one by one here, as many as `replay.max_staleness` allows"),
+    same("^max_running_requests", "cluster.engine.max_num_seqs"),
+    # ---- advantages and rewards
+    by("^adv_estimator", _estimator),
+    by("^whiten_advantages", _whitened),
+    same("^advantage_clip", "algorithm.advantage_clip"),
+    same("^reward_clip", "algorithm.reward_clip",
+         "of the raw reward, before any statistic; ROLL clamps after its normalisation"),
+    by("^reward_norm", _norm),
+    by("^reward_shift", _shift("reward_shift")),
+    by("^reward_scale", _shift("reward_scale")),
+    switch("^add_token_level_kl", "algorithm.add_token_level_kl"),
+    same("^init_kl_coef"),
+    words("^kl_penalty", "algorithm.kl_ctrl.kl_type", {"kl": "kl", "abs": "abs", "mse": "mse"}),
+    same("^kl_horizon"),
+    same("^target_kl", "algorithm.kl_ctrl.target_kl"),
+    same("^gamma", "algorithm.gamma"),
+    none("^lambd", "of GAE, which needs a critic"),
+    switch("^max_len_mask", "algorithm.mask_truncated"),
+    none("^difficulty_mask", "its thresholds are `replay.filter_groups.accuracy_low` and `_high`"),
+    by("^difficulty_low_threshold", _difficulty("low")),
+    by("^difficulty_high_threshold", _difficulty("high")),
+    # ---- loss
+    by("^pg_variant", _loss),
+    by("^importance_sampling", _level),
+    by("^pg_clip", _clip),
+    by("^pg_clip_low", _clip_side("low")),
+    by("^pg_clip_high", _clip_side("high")),
+    none("^use_pg_clip_range", "`algorithm.clip_ratio_low` and `_high` are what counts there"),
+    by("^dual_clip_loss", _dual_clip),
+    by("^train_infer_correction*", _corrected),
+    switch("^use_kl_loss", "algorithm.use_kl_loss"),
+    same("^kl_loss_coef", "algorithm.kl_loss_coef", "k3"),
+    same("^entropy_loss_coef"),
+    same("^loss_agg_mode", "algorithm.loss_agg_mode", "S counts rows with tokens in the loss here"),
+    # ---- actor_train
+    adapter_layers("actor_train.model_args.lora_target"),
+    same("actor_train.model_args.lora_rank", "model.lora.rank"),
+    same("actor_train.model_args.lora_alpha", "model.lora.alpha"),
+    words("actor_train.model_args.dtype", "model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
+    same("actor_train.training_args.learning_rate", "learner.lr"),
+    same("actor_train.training_args.weight_decay", "learner.weight_decay"),
+    same("actor_train.training_args.warmup_steps", "learner.warmup_steps"),
+    same("actor_train.training_args.max_grad_norm", "learner.grad_clip"),
+    words("actor_train.training_args.lr_scheduler_type", "learner.schedule", {
+        "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
+        "cosine": "cosine",
+    }),
+    to("actor_train.model_args.disable_gradient_checkpointing", "learner.gradient_checkpointing",
+       lambda value: not boolean(value)),
+    switch("actor_train.*gradient_checkpointing", "learner.gradient_checkpointing"),
+    by("actor_train.training_args.per_device_train_batch_size", _mini_batch),
+    by("actor_train.training_args.gradient_accumulation_steps", _accumulated),
+    none("actor_train.training_args.num_train_epochs", "max_steps counts"),
+    none("actor_train.training_args.*", "of the trainer there"),
+    data("actor_train.data_args.file_name", "task.train"),
+    none("actor_train.data_args.*", DATA_FILES),
+    by("actor_train.device_mapping", _ranks),
+    none("actor_train.*", PROCESSES),
+    # ---- actor_infer
+    none("actor_infer.generating_args.max_new_tokens", "`rollout.response_length` counts"),
+    none("actor_infer.generating_args.num_return_sequences", "`rollout.group_size` counts"),
+    none("actor_infer.generating_args.num_beams", "responses are sampled"),
+    same("actor_infer.generating_args.temperature", "rollout.temperature"),
+    same("actor_infer.generating_args.top_p", "rollout.top_p"),
+    to("actor_infer.generating_args.top_k", "rollout.top_k", off_is_zero),
+    same("actor_infer.*.gpu_memory_utilization", "cluster.engine.gpu_memory_utilization"),
+    same("actor_infer.*.tensor_parallel_size", "cluster.engine.tensor_parallel_size"),
+    by("actor_infer.device_mapping", _layout),
+    none("actor_infer.*", "an argument of the engine: see `cluster.engine.vllm`"),
+    none("^reference.*", "the reference is the initial policy, or `model.reference`"),
+    none("^rewards.* ^reward.*", "write it as the `score` of a task (docs/tasks.md)"),
+    data("validation.data_args.file_name", "task.eval"),
+    same("validation.generating_args.temperature", "evaluation.temperature"),
+    none("validation.*", "evaluations here are greedy, and `evaluation.n` sampled"),
+    none("^num_gpus_per_node ^rpc_timeout ^system_envs.* ^model_update_buffer_size_mb", PROCESSES),
+    none("^defaults ^hydra.* ^pipeline_cls ^profiler_* ^enable_* ^tracing.*", "of the program"),
+)  # fmt: skip
+
+
+def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
+    """Say what ROLL does where a file says nothing, and we do not."""
+    own = "ROLL's default"
+    yield "algorithm.loss_agg_mode", "seq-mean-token-mean", own
+    clip = source.number("pg_clip", 0.2)
+    for side in ("low", "high"):
+        yield f"algorithm.clip_ratio_{side}", clip, own
+    yield "algorithm.anchor", "recomputed", "ROLL's old log-probs are always the learner's"
+    yield "replay.max_staleness", 0, "async_generation_ratio is 0 by default; 1 and more overlaps"
+    yield "rollout.group_size", 1, own
+
+
+ROLL = Peer(
+    name="ROLL",
+    option="roll",
+    signs="num_return_sequences_in_group actor_train.* actor_infer.* async_generation_ratio "
+    "pg_clip is_num_return_sequences_expand ^rollout_batch_size dual_clip_loss add_token_level_kl "
+    "^exp_name",
+    programs=("start_rlvr_pipeline", "roll."),
+    rules=_RULES,
+    implied=_implied,
+)
