@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config

@@ -73,7 +73,9 @@ def _mini_batch(value: Any, source: Source) -> Found:
         f"{whole(value)} rows x {accumulated:g} accumulated x {ranks} ranks = {rows:g} rows, over "
         f"{size:g} responses per prompt"
     )
-    return Found({"learner.ppo_mini_batch_size": groups}, note)
+    row = source.number("prompt_length", 512) + source.number("response_length", 512)
+    found = {"learner.ppo_mini_batch_size": groups}
+    return Found(found | {"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
 
 
 def _accumulated(value: Any, source: Source) -> Found:
