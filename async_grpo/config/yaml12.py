@@ -137,6 +137,8 @@ def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         ValueError
     ) as error:  # an integer with more digits than Python converts, or `!!float` before a word
         raise YamlError("a number in it cannot be read") from error
+    except (LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`
+        raise YamlError("a value in it is not what its tag says") from error
     lines: dict[tuple[str, ...], int] = {}
     _collect_lines(node, (), lines)
     return value, lines

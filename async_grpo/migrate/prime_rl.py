@@ -162,7 +162,7 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "rollout.group_size", int(size), own
     yield "rollout.rollout_batch_size", groups_of(128, size), f"{own}: 128 rollouts"
     yield "algorithm.policy_loss", "dppo", f"{own}: DPPO-TV with the ratio to the sampler"
-    if text(source.find("advantage.type", "grpo")) != "max_rl":
+    if str(source.find("advantage.type", "grpo")) != "max_rl":
         yield "algorithm.norm_adv_by_std_in_grpo", False, "reward - mean, without a deviation"
     yield "replay.max_staleness", 8, own
     yield "replay.on_stale", "expire", "prime-rl drops what is too old; here it is sampled again"
