@@ -6,10 +6,12 @@ Runs in: a terminal. Hides which texts are names and paths here. Invariant: as o
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from async_grpo.config.docs import show
 from async_grpo.migrate.rules import (
+    Convert,
     Found,
     KeyRule,
     Untranslatable,
@@ -105,13 +107,31 @@ def kl_word(keys: str) -> KeyRule:
     return words(keys, "algorithm.kl_loss_type", table)
 
 
-def adapter_layers(keys: str) -> KeyRule:
-    """Take the layers with adapters."""
+def adapters(rank: str, alpha: str, layers: str, switch: str = "") -> tuple[KeyRule, ...]:
+    """Take LoRA's settings, where the rank is above 0 and the switch, if there is one, on."""
+    names = [keys.split()[0].strip("^") for keys in (rank, switch) if keys]
 
-    def change(value: Any) -> Any:
-        return "all-linear" if value in ("all-linear", "all") else _listed(value)
+    def on(source: Source) -> bool:
+        used = not switch or str(source.find(names[1], False)).lower() in ("true", "yes")
+        return used and source.number(names[0], 16 if switch else 0) > 0
 
-    return to(keys, "model.lora.target_modules", change)
+    def setting(ours: str, change: Callable[[Any], Any]) -> Convert:
+        def convert(value: Any, source: Source) -> Found:
+            if value is None or not on(source):
+                raise Untranslatable("no adapters: the weights are trained")
+            return Found({ours: change(value)})
+
+        return convert
+
+    return (
+        by(rank, setting("model.lora.rank", whole)),
+        by(alpha, setting("model.lora.alpha", number)),
+        by(layers, setting("model.lora.target_modules", _layers)),
+    )
+
+
+def _layers(value: Any) -> Any:
+    return "all-linear" if value in ("all-linear", "all") else _listed(value)
 
 
 def _listed(value: Any) -> list[str]:

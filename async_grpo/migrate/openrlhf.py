@@ -13,7 +13,7 @@ from async_grpo.migrate.common import (
     DATA_FILES,
     PROCESSES,
     SUMMED,
-    adapter_layers,
+    adapters,
     data,
     directory,
     experiment,
@@ -298,9 +298,7 @@ _RULES = (
     }),
     by("gradient_checkpointing *gradient_checkpointing_enable",
        _only("learner.gradient_checkpointing", True)),
-    same("lora_rank", "model.lora.rank"),
-    same("lora_alpha", "model.lora.alpha"),
-    adapter_layers("target_modules"),
+    *adapters("lora_rank", "lora_alpha", "target_modules"),
     none("packing_samples *packing_samples", "rows are always packed here"),
     none("flash_attn attn_implementation load_in_4bit lora_dropout zpg overlap_comm deepcompile "
          "ring_* aux_loss_coef gradient_checkpointing_use_reentrant grad_accum_dtype "

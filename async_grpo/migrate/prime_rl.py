@@ -23,7 +23,6 @@ from async_grpo.migrate.rules import (
     number,
     same,
     switch,
-    text,
     to,
     whole,
     words,

@@ -14,7 +14,7 @@ from typing import Any
 from async_grpo.migrate.common import (
     DATA_FILES,
     PROCESSES,
-    adapter_layers,
+    adapters,
     data,
     directory,
     file_name,
@@ -280,9 +280,8 @@ _RULES = (
     same("^entropy_loss_coef"),
     same("^loss_agg_mode", "algorithm.loss_agg_mode", "S counts rows with tokens in the loss here"),
     # ---- actor_train
-    adapter_layers("actor_train.model_args.lora_target"),
-    same("actor_train.model_args.lora_rank", "model.lora.rank"),
-    same("actor_train.model_args.lora_alpha", "model.lora.alpha"),
+    *adapters("actor_train.model_args.lora_rank", "actor_train.model_args.lora_alpha",
+              "actor_train.model_args.lora_target"),
     words("actor_train.model_args.dtype", "model.dtype", {"bf16": "bfloat16", "fp32": "float32"}),
     same("actor_train.training_args.learning_rate", "learner.lr"),
     same("actor_train.training_args.weight_decay", "learner.weight_decay"),

@@ -49,10 +49,9 @@ def settle(draft: Draft) -> Config:
             return found
         names, sentence = found
         kept = [name for name in names if name in draft.kept]
-        name = min(kept, key=_CHOSEN.count, default=None)
-        if name is None:
+        if not kept:
             raise AssertionError(f"what is left is refused all the same: {sentence}")
-        draft.leave(name, sentence)
+        draft.leave(min(kept, key=_CHOSEN.count), sentence)
         _complete(draft)
 
 

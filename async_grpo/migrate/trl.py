@@ -13,7 +13,7 @@ from typing import Any
 from async_grpo.migrate.common import (
     DATA_FILES,
     PROCESSES,
-    adapter_layers,
+    adapters,
     data,
     directory,
     file_name,
@@ -150,7 +150,7 @@ _LOSSES: dict[str, tuple[str, str, str]] = {
 
 
 def _sequence(source: Source) -> bool:
-    return source.find("importance_sampling_level") == "sequence"
+    return bool(source.find("importance_sampling_level") == "sequence")
 
 
 def _loss(value: Any, source: Source) -> Found:
@@ -297,9 +297,7 @@ _RULES = (
     none("^attn_implementation", "attention of packed rows is the learner's own"),
     none("^model_revision ^model_init_kwargs* ^use_peft ^lora_dropout ^lora_task_type "
          "^lora_modules_to_save", "how the model is loaded; adapters are `model.lora`"),
-    same("^lora_r", "model.lora.rank"),
-    same("^lora_alpha", "model.lora.alpha"),
-    adapter_layers("^lora_target_modules"),
+    *adapters("^lora_r", "^lora_alpha", "^lora_target_modules", "^use_peft"),
     none("^load_in_8bit ^load_in_4bit ^use_rslora ^use_dora ^use_bnb*", "weights are not quantised "
          "while training here"),
     # ---- data and rewards
@@ -393,8 +391,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     low = source.number("epsilon", 0.2)
     if source.find("loss_type") == "cispo":
         yield "algorithm.clip_ratio_low", 1.0, "cispo has no lower bound in TRL"
-        low = 4.0
-    if source.find("loss_type") != "sapo":
+        yield "algorithm.clip_ratio_high", 4.0, "the ratio's cap of 5 that is usual with cispo"
+    elif source.find("loss_type") != "sapo":
         yield "algorithm.clip_ratio_low", low, own
         yield "algorithm.clip_ratio_high", low, own
     streaming = source.has(*_ASYNC)
@@ -407,6 +405,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "replay.max_staleness", 4 if streaming else 0, bound
     if not source.number("max_steps") > 0:
         yield "run.epochs", 3, own
+    if str(source.find("use_peft", False)).lower() == "true":
+        yield "model.lora.rank", 16, own
     yield "learner.betas", [0.9, 0.999], own
     yield "learner.schedule", "linear", own
 

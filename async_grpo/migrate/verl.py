@@ -13,7 +13,7 @@ from typing import Any
 from async_grpo.migrate.common import (
     DATA_FILES,
     LAYOUT_OF_OTHERS,
-    adapter_layers,
+    adapters,
     data,
     directory,
     experiment,
@@ -143,7 +143,7 @@ _ESTIMATORS = {
 
 def _off_policy(source: Source) -> bool:
     """Whether the sampler's log-probs are the anchor."""
-    given = source.find("rollout_correction.bypass_mode")
+    given = source.find("bypass_mode")
     if given is None:
         given = source.find("use_rollout_log_probs", _streams(source))
     return str(given).lower() == "true"
@@ -244,6 +244,15 @@ def _rollout_gpus(value: Any, source: Source) -> Found:
     return Found({"cluster.rollout_actors.max": actors, "cluster.layout": "split"}, note)
 
 
+def _prompts(value: Any, source: Source) -> Found:
+    mini, batches = source.number("ppo_mini_batch_size", 256), source.number("require_batches", 1)
+    steps = whole(value) / max(1, mini * batches)
+    raise Untranslatable(
+        f"a count of prompts, {steps:g} learner steps: the run ends with `run.total_steps`, or "
+        "after its epochs"
+    )
+
+
 def _samples(value: Any, source: Source) -> Found:
     if str(source.find("val_kwargs.do_sample", False)).lower() != "true":
         return Found({}, "without do_sample evaluations are greedy")
@@ -287,9 +296,7 @@ _RULES = (
     none("reward_manager reward_manager.*", "the task scores"),
     # ---- model
     same("actor_rollout_ref.model.path model.path", "model.path"),
-    same("model.lora_rank", "model.lora.rank"),
-    same("model.lora_alpha", "model.lora.alpha"),
-    adapter_layers("model.target_modules"),
+    *adapters("model.lora_rank", "model.lora_alpha", "model.target_modules"),
     switch("model.trust_remote_code", "model.trust_remote_code"),
     switch("enable_gradient_checkpointing"),
     switch("enable_activation_offload", "learner.activation_offload"),
@@ -380,7 +387,7 @@ _RULES = (
     none("rollout.calculate_log_probs", "engines always return their log-probs"),
     by("^rollout.n_gpus_per_node", _rollout_gpus),
     none("^rollout.nnodes", "counted in `cluster.rollout_actors.max`"),
-    none("^rollout.total_rollout_steps", "a count of prompts; `run.total_steps` ends the run"),
+    by("^rollout.total_rollout_steps", _prompts),
     none("rollout.*", "an argument of the engine: see `cluster.engine`, `cluster.engine.vllm`"),
     # ---- asynchronous training
     by("async_training.staleness_threshold", _staleness),

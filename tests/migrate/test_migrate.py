@@ -319,6 +319,70 @@ def test_tables_name_settings_and_agree_with_the_answers() -> None:
     assert others == set(OTHER_HOMES)
 
 
+BARE = {
+    "verl": {"data.train_batch_size": 64, "data.max_response_length": 64},
+    "roll": {"rollout_batch_size": 64, "num_return_sequences_in_group": 8},
+    "areal": {"gconfig.n_samples": 8, "train_dataset.batch_size": 64},
+    "trl": {"num_generations": 8, "per_device_train_batch_size": 64},
+    "openrlhf": {"n_samples_per_prompt": 8, "rollout_batch_size": 64},
+    "prime-rl": {"rollouts_per_example": 8, "orchestrator.batch_size": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("verl", {"model.lora_rank": 0, "model.lora_alpha": 16}, {"model.lora": None}),
+        ("verl", {"actor.clip_ratio": 0.3}, {"algorithm.clip_low": 0.2}),
+        ("verl", {"policy_loss.loss_mode": "sapo"}, {"algorithm.dual_clip_loss": False}),
+        ("verl", {"policy_loss.loss_mode": "dppo_kl"}, {"algorithm.dppo.ratio_cap": 3.0}),
+        ("verl", {"actor.use_dynamic_bsz": False, "actor.ppo_max_token_len_per_gpu": 9999},
+         {"learner.tokens_per_micro_batch": 16384}),
+        ("verl", {"sampler.max_off_policy_threshold": 8, "sampler.max_off_policy_strategy": "drop"},
+         {"replay.max_staleness": 7, "replay.on_stale": "expire"}),
+        ("verl", {"rollout_is": "sequence", "rollout_is_threshold": 3, "bypass_mode": True},
+         {"algorithm.importance.level": "none", "algorithm.anchor": "behavior"}),
+        ("verl", {"algorithm.adv_estimator": "reinforce_plus_plus", "filter_groups.enable": True},
+         {"replay.filter_groups.enable": False}),
+        ("verl", {"actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
+         {"algorithm.add_token_level_kl": False, "algorithm.use_kl_loss": True}),
+        ("roll", {"pg_variant": "cispo"}, {"algorithm.clip_ratio_high": 0.1}),
+        ("roll", {"pg_variant": "kimi15", "adv_estimator": "grpo"}, {"algorithm.opmd.tau": 0.1}),
+        ("roll", {"importance_sampling": "seq", "loss_agg_mode": "token-mean"},
+         {"algorithm.policy_loss": "gspo", "algorithm.loss_agg_mode": "seq-mean-token-mean"}),
+        ("roll", {"pg_clip": 0.3, "pg_clip_low": 0.1}, {"algorithm.clip_low": 0.3}),
+        ("roll", {"adv_estimator": "reinforce"}, {"algorithm.adv_estimator": "raw"}),
+        ("areal", {"actor.kl_ctl": 0.1}, {"algorithm.add_token_level_kl": False}),
+        ("areal", {"actor.behav_imp_weight_cap": 5.0}, {"algorithm.importance.level": "none",
+                                                        "algorithm.anchor": "behavior"}),
+        ("areal", {}, {"algorithm.adv_estimator": "raw", "algorithm.reward_clip": 20.0}),
+        ("trl", {"use_peft": True}, {"model.lora.rank": 16}),
+        ("trl", {"lora_r": 8, "lora_alpha": 8}, {"model.lora": None}),
+        ("trl", {"loss_type": "cispo"}, {"algorithm.clip_high": 4.0, "algorithm.clip_low": 1.0}),
+        ("trl", {"delta": 4.0}, {"algorithm.clip_ratio_c": 4.0, "algorithm.dual_clip_loss": True}),
+        ("trl", {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"},
+         {"algorithm.policy_loss": "gspo", "algorithm.clip_high": 3e-4}),
+        ("trl", {"max_staleness": 3, "use_vllm": True},
+         {"algorithm.anchor": "behavior", "algorithm.importance.level": "none",
+          "replay.max_staleness": 3}),
+        ("trl", {"num_processes": 4}, {"rollout.rollout_batch_size": 32}),
+        ("openrlhf", {"async_queue_size": 4}, {"replay.max_staleness": 0}),
+        ("openrlhf", {}, {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": 0.01}),
+        ("openrlhf", {"lora_rank": 0, "lora_alpha": 16}, {"model.lora": None}),
+        ("openrlhf", {"advantage_estimator": "dr_grpo"},
+         {"algorithm.norm_adv_by_std_in_grpo": False, "algorithm.adv_estimator": "grpo"}),
+        ("prime-rl", {}, {"replay.max_staleness": 8, "algorithm.policy_loss": "dppo"}),
+    ],
+)  # fmt: skip
+def test_what_a_system_does_by_itself_is_kept(
+    option: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    draft = walk(Source("their.yaml", "yaml", BARE[option] | given), PEER_TABLES[option])
+    config = settle(draft)
+    assert {key: value_of(config, key) for key in expected} == expected
+    assert unnamed(draft.source, page(draft)) == []
+
+
 # ---- which system
 
 
