@@ -33,6 +33,8 @@ SUMMED = (
 )
 PROCESSES = "how its processes are placed and started; `cluster` says that here"
 _ROWS, _OTHER_FILES = (".jsonl", ".json"), (".parquet", ".csv", ".arrow", ".txt", ".tsv", ".py")
+_CONFIGURED = {"openai/gsm8k": "openai/gsm8k:main"}
+"""Data sets that have no configuration of the name `default`."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 
 
@@ -45,7 +47,7 @@ def data(keys: str, ours: str) -> KeyRule:
             raise Untranslatable(f"{len(parts)} data sets; a run has one: join them into one file")
         name = text(parts[0])
         if name.endswith(_ROWS) or (_NAME.fullmatch(name) and not name.endswith(_OTHER_FILES)):
-            return name
+            return _CONFIGURED.get(name, name)
         raise Untranslatable(
             "rows are read from JSONL files and from data sets of the hub here (docs/tasks.md)"
         )

@@ -262,8 +262,8 @@ def _refreshed(value: Any, source: Source) -> Found:
 
 def _data_set(value: Any, source: Source) -> Found:
     found = data("dataset_name", "task.train").convert(value, source)
-    name = str(found.values["task.train"])
-    part, split = source.find("dataset_config"), source.find("dataset_train_split")
+    name, _, usual = str(found.values["task.train"]).partition(":")
+    part, split = source.find("dataset_config", usual), source.find("dataset_train_split")
     if part or split:
         name = f"{name}:{part or 'default'}" + (f":{split}" if split else "")
     return Found({"task.train": name})

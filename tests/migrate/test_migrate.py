@@ -137,6 +137,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "cluster.rollout_actors.max": 4,
         "cluster.engine.max_num_seqs": 256,
         "run.dir": "/tmp/areal/experiments/trial0",
+        "task.train": "openai/gsm8k:main",
     },
     "areal_leave_one_out.yaml": {
         "algorithm.adv_estimator": "rloo",
