@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Asynchronous GRPO training from one YAML file.",
         epilog="For a run directory: python -m async_grpo.status (how it is doing), "
         "async_grpo.report (its report as a page), async_grpo.replay (what became of its groups), "
-        "async_grpo.export (its model), async_grpo.evaluate (its accuracy).",
+        "async_grpo.export (its model), async_grpo.evaluate (its accuracy). For a file of verl, "
+        "ROLL, AReaL, TRL, OpenRLHF or prime-rl: python -m async_grpo.migrate.",
     )
     parser.add_argument("config", help="YAML file, or the name of a recipe: quickstart")
     parser.add_argument("--version", nargs=0, action=_Version, help="print the version, and exit")

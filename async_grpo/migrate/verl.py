@@ -418,7 +418,9 @@ _RULES = (
     none("*.fsdp_config.* *.megatron.* hybrid_engine", LAYOUT_OF_OTHERS),
     none("^ray_kwargs.* ^ray_init.* ^global_profiler.* *.profiler.* ^transfer_queue.*",
          "how verl starts and measures its processes"),
-    none("^config-name ^config-path", "the file that it names is not read; migrate that too"),
+    none("^config-name ^config-path ^defaults*", "the files that it names are not read: verl's "
+         "defaults are taken"),
+    none("^hydra.*", "of the program"),
 )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,13 @@ def test_keys_become_what_they_mean(name: str, written: dict[str, Path]) -> None
     assert {key: value_of(config, key) for key in EXPECTED[name]} == EXPECTED[name]
 
 
+def test_the_command_prints_what_it_would_write(written: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "async_grpo.migrate", str(FILES / "prime_rl.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, written["prime_rl.toml"].read_text())
+    assert done.stderr.startswith("prime-rl: ") and done.stderr.count("\n") == 1
+
+
 def unnamed(source: Source, text: str) -> list[str]:
     """Keys of the source that the text does not name."""
     named = set(re.findall(r"[^\s;,:`]+", re.sub(r"\s*\n *#\s*", " ", text)))
@@ -487,7 +496,7 @@ ODD = st.one_of(
 
 
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_values_are_the_result_loads_and_names_every_key(
     data: st.DataObject, tmp_path: Path
 ) -> None:
