@@ -87,7 +87,7 @@ def _rejected(value: Any, source: Source) -> Found:
     if not _decoupled(source) and _anchor(source) == "behavior":
         return Found({}, "with the sampler's log-probs as anchor there is nothing to weigh")
     if str(of("metric", "ratio")) != "ratio":
-        raise Untranslatable("a score of the ratio, of which `algorithm.rejection` knows bounds")
+        raise Untranslatable("other scores of the ratio are rules of `algorithm.rejection`")
     level = {"token": "token", "sequence": "geometric"}.get(str(of("level", "token")))
     mode = {"mask": "mask", "clamp": "truncate"}.get(str(of("action", "mask")))
     if level is None or mode is None:

@@ -44,6 +44,8 @@ from async_grpo.migrate.rules import (
 from async_grpo.migrate.source import Source
 
 _SAMPLES = ("n_samples_per_prompt", "rollout.n_samples_per_prompt")
+_NO_CAP = 1e9
+"""Above the ratio that the clamped logarithm can give."""
 _NO_CORRECTION = "the correction is off"
 
 
@@ -157,7 +159,12 @@ def _correction(value: Any, source: Source) -> Found:
     threshold = source.find("vllm_is_truncated_threshold", source.find("is_correction_threshold"))
     low, high = pair(threshold) if isinstance(threshold, list) else (0.5, number(threshold or 5.0))
     name = str(source.find("vllm_is_correction_type", source.find("is_correction_type", "tis")))
-    found: dict[str, Any] = {
+    if name == "seq-mask-tis":
+        found = {"algorithm.importance.level": "token", "algorithm.importance.upper": _NO_CAP}
+        rule = {"score": "w", "reduce": "mean", "lower": low, "upper": high}
+        note = "responses by the geometric mean; weights of tokens are not clamped there"
+        return Found({**found, "algorithm.rejection": [rule]}, note)
+    found = {
         "algorithm.importance.level": "token",
         "algorithm.importance.mode": "mask" if name == "icepop" else "truncate",
         "algorithm.importance.lower": low,

@@ -132,7 +132,7 @@ _RULES = (
     by("loss.type", _loss),
     same("loss.dppo_mask_low", "algorithm.dppo.low"),
     same("loss.dppo_mask_high", "algorithm.dppo.high"),
-    none("loss.kl_tau", "a penalty towards the sampler is not here"),
+    same("loss.kl_tau", "", "the square of the log ratio to the sampler, on every token"),
     none("loss.adv_tau", "advantages are not scaled"),
     none("loss.*", "the loss is `algorithm.policy_loss: dppo`"),
     switch("model.ac", "learner.gradient_checkpointing"),
@@ -163,6 +163,7 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "algorithm.policy_loss", "dppo", f"{own}: DPPO-TV with the ratio to the sampler"
     if str(source.find("advantage.type", "grpo")) != "max_rl":
         yield "algorithm.norm_adv_by_std_in_grpo", False, "reward - mean, without a deviation"
+    yield "algorithm.behavior_penalty", 1e-3, f"{own}: a squared penalty towards the sampler"
     yield "replay.max_staleness", 8, own
     yield "replay.on_stale", "expire", "prime-rl drops what is too old; here it is sampled again"
 

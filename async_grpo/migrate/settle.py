@@ -31,8 +31,7 @@ _LONGEST = 1_000
 
 _FILTER = "replay.filter_groups"
 _MINI, _TOKENS = "learner.ppo_mini_batch_size", "learner.tokens_per_micro_batch"
-RATIO_MODES = ("seq-mean-token-mean",)
-"""Aggregations of losses with one ratio per response."""
+_MODE = "algorithm.loss_agg_mode"
 
 
 def settle(draft: Draft) -> Config:
@@ -48,6 +47,8 @@ def settle(draft: Draft) -> Config:
         if isinstance(found, Config):
             return found
         names, sentence = found
+        if _MODE in names and _averages_responses(draft, sentence):
+            continue
         kept = [name for name in names if name in draft.kept]
         if not kept:
             raise AssertionError(f"what is left is refused all the same: {sentence}")
@@ -110,14 +111,18 @@ def _fit(draft: Draft) -> None:
     if every is not None and _number(draft, "weight_sync.every_steps") > most:
         note = f"at most `replay.max_staleness` + 1 here, not {every.value}"
         _change(every, most, note)
-    loss = kept.get("algorithm.policy_loss")
-    traits = POLICY_LOSSES.get(loss.value) if loss is not None else None
-    if loss is not None and traits is not None and traits.response_ratio:
-        mode = kept.setdefault("algorithm.loss_agg_mode", Kept(RATIO_MODES[0]))
-        if mode.value not in RATIO_MODES:
-            _change(
-                mode, RATIO_MODES[0], f"{loss.value} is a mean over responses, not {mode.value}"
-            )
+
+
+def _averages_responses(draft: Draft, sentence: str) -> bool:
+    """Give a loss with one ratio per response its aggregation; say whether that is a change."""
+    loss = draft.kept.get("algorithm.policy_loss")
+    if loss is None or not POLICY_LOSSES.require(loss.value).response_ratio:
+        return False
+    mode = draft.kept.setdefault(_MODE, Kept(None))
+    if mode.value == "seq-mean-token-mean":
+        return False
+    _change(mode, "seq-mean-token-mean", sentence)
+    return True
 
 
 def _change(kept: Kept, value: Any, note: str) -> None:

@@ -154,10 +154,19 @@ def _sequence(source: Source) -> bool:
 
 
 def _loss(value: Any, source: Source) -> Found:
+    if str(value) == "luspo":
+        low = source.number("epsilon", 0.2)
+        summed: dict[str, Any] = {
+            "algorithm.policy_loss": "gspo",
+            "algorithm.loss_agg_mode": "seq-mean-token-sum",
+            "algorithm.clip_ratio_low": low,
+            "algorithm.clip_ratio_high": source.number("epsilon_high", low),
+        }
+        return Found(summed, spoken(["loss_type"], value))
     if str(value) not in _LOSSES:
         raise Untranslatable(f"there is no loss `{value}` here; ppo_clip is in its place")
     loss, mode, note = _LOSSES[str(value)]
-    found = {"algorithm.loss_agg_mode": mode}
+    found: dict[str, Any] = {"algorithm.loss_agg_mode": mode}
     if loss != "ppo_clip" or not _sequence(source):
         found["algorithm.policy_loss"] = loss
     return Found(found, note)
@@ -333,6 +342,7 @@ _RULES = (
     switch("^mask_truncated_completions"),
     switch("^use_bias_correction_kl"),
     same("^off_policy_mask_threshold"),
+    same("^top_entropy_quantile"),
     same("^sapo_temperature_pos"),
     same("^sapo_temperature_neg"),
     by("^sync_ref_model", _refreshed),

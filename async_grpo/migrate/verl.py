@@ -35,6 +35,7 @@ from async_grpo.migrate.rules import (
     number,
     pair,
     same,
+    spoken,
     switch,
     text,
     to,
@@ -172,6 +173,62 @@ def _threshold(value: Any, source: Source) -> Found:
         low, high = pair(value)
         return Found({"algorithm.importance.lower": low, "algorithm.importance.upper": high})
     return Found({"algorithm.importance.upper": number(value)})
+
+
+_REDUCED = {
+    "token": "token",
+    "seq_sum": "sum",
+    "seq_mean": "mean",
+    "seq_max": "max",
+    "sequence": "sum",
+    "geometric": "mean",
+}
+"""Part of an option of `rollout_rs`, or one of older versions as a whole -> `reduce`."""
+
+
+def _rules(value: Any, source: Source) -> Found:
+    """Read `token_k1,seq_max_k3` with its thresholds, or one level of older versions."""
+    options = source.find("rollout_rs")
+    if options is None or str(options).lower() == "none":
+        return Found({}, _NO_CORRECTION)
+    if _off_policy(source):
+        raise Untranslatable("with bypass_mode the ratio itself is that to the sampler")
+    names = [part.strip() for part in str(options).split(",")]
+    given = str(source.find("rollout_rs_threshold", 2.0)).split(",")
+    bounds = given * len(names) if len(given) == 1 else given
+    if len(bounds) != len(names):
+        raise Untranslatable(f"{len(names)} options and {len(bounds)} thresholds")
+    rules = [_rule(name, bound, source) for name, bound in zip(names, bounds, strict=True)]
+    told = spoken(["rollout_rs"], options)
+    return Found({"algorithm.rejection": rules}, told)
+
+
+def _rule(name: str, bound: str, source: Source) -> dict[str, Any]:
+    level, _, score = name.rpartition("_")
+    if name in _REDUCED:
+        high = number(bound)
+        low = source.number("rollout_rs_threshold_lower", 1 / high if high > 0 else 0)
+        return {"score": "w", "reduce": _REDUCED[name], "lower": low, "upper": high}
+    if level not in _REDUCED or score not in ("k1", "k2", "k3"):
+        raise Untranslatable(f"there is no rejection `{name}` here")
+    rule = {"score": score, "reduce": _REDUCED[level]}
+    if score != "k1":
+        return rule | {"upper": number(bound)}
+    low, high = pair(bound) if "_" in bound else (1 / max(number(bound), 1e-9), number(bound))
+    if not 0 < low < high:
+        raise Untranslatable(f"{bound} is no interval of ratios")
+    return rule | {"lower": round(math.log(low), 9), "upper": round(math.log(high), 9)}
+
+
+def _veto(value: Any, source: Source) -> Found:
+    rule = {"score": "w", "reduce": "min", "lower": number(value)}
+    return Found({"algorithm.rejection": [rule]}, spoken(["rollout_token_veto_threshold"], value))
+
+
+def _normalized(value: Any, source: Source) -> Found:
+    if str(source.find("rollout_is")).lower() in ("none", "null") or _off_policy(source):
+        return Found({}, _NO_CORRECTION)
+    return Found({"algorithm.importance.normalize": boolean(value)})
 
 
 def _kl_in_reward(value: Any, source: Source) -> Found:
@@ -325,6 +382,9 @@ _RULES = (
     ),
     by("rollout_is", _weights),
     by("rollout_is_threshold", _threshold),
+    by("rollout_is_batch_normalize", _normalized),
+    by("rollout_rs rollout_rs_threshold rollout_rs_threshold_lower", _rules),
+    by("rollout_token_veto_threshold", _veto),
     by("bypass_mode use_rollout_log_probs", lambda value, source: Found(
         {"algorithm.anchor": "behavior" if _off_policy(source) else "recomputed"}
     )),
