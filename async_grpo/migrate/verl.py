@@ -138,7 +138,7 @@ _ESTIMATORS = {
     )
 } | {
     "rloo_vectorized": "rloo",
-    "gae": "- it needs a critic, and there is none here: advantages come from groups",
+    "gae": "- it needs a critic, and there is none here: grpo is in its place",
 }
 
 
