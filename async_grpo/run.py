@@ -135,7 +135,11 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
         trainer = config.build(console=console)
         if not arguments.dry_run:
             trainer.check()
-    except (ConfigError, RunError) as error:
+    except ConfigError as error:
+        from async_grpo.migrate.peers import of_another
+
+        return _end(console, 2, f"{error}{of_another(Path(arguments.config))}")
+    except RunError as error:
         return _end(console, 2, str(error))
     signals.attach(trainer)
     if trainer.stop_requested:

@@ -6,6 +6,9 @@ refused in one sentence.
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from async_grpo.config.docs import settings
 from async_grpo.errors import SetupError
 from async_grpo.migrate.areal import AREAL
@@ -13,7 +16,7 @@ from async_grpo.migrate.openrlhf import OPENRLHF
 from async_grpo.migrate.prime_rl import PRIME_RL
 from async_grpo.migrate.roll import ROLL
 from async_grpo.migrate.rules import Peer
-from async_grpo.migrate.source import Source
+from async_grpo.migrate.source import Source, read_source
 from async_grpo.migrate.trl import TRL
 from async_grpo.migrate.verl import VERL
 
@@ -39,3 +42,13 @@ def recognise(source: Source, option: str = "") -> Peer:
     raise SetupError(
         f"{source.name} is not recognised as a configuration of {known}; say which with --from."
     )
+
+
+def of_another(path: Path) -> str:
+    """Say how a file of another system becomes one of ours; "" for any other file."""
+    try:
+        peer = recognise(read_source(path))
+    except SetupError:
+        return ""
+    command = f"python -m async_grpo.migrate {shlex.quote(str(path))}"
+    return f" (The file is of {peer.name}: {command} writes it as one of ours.)"

@@ -28,6 +28,7 @@ from async_grpo.migrate.page import page
 from async_grpo.migrate.peers import PEER_TABLES
 from async_grpo.migrate.settle import settle
 from async_grpo.migrate.source import Source, read_source
+from async_grpo.run import main as run
 
 FILES = Path(__file__).parent / "files"
 NAMES = sorted(path.name for path in FILES.iterdir())
@@ -451,6 +452,22 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
 ) -> None:
     (tmp_path / "their.yaml").write_text(text)
     assert refused([str(tmp_path / "their.yaml")], capsys).find(told) > 0
+
+
+def test_a_run_of_their_file_is_told_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = tmp_path / "ours.yaml"
+    ours.write_text("run: {total_steps: 2, nam: x}\nmodel: {warm_start: {}}\n")
+    for path, name in ((FILES / "verl_grpo.yaml", "verl"), (FILES / "prime_rl.toml", "prime-rl")):
+        assert run([str(path)]) == 2
+        told = capsys.readouterr()
+        said = f"(The file is of {name}: python -m async_grpo.migrate {path} writes it"
+        assert said in told.out + told.err
+    assert run([str(ours)]) == 2
+    told = capsys.readouterr()
+    assert "`run.nam` is not a setting" in told.out + told.err
+    assert "migrate" not in told.out + told.err
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
