@@ -123,7 +123,7 @@ def _advantages(value: Any, source: Source) -> Found:
         if deviation == "none":
             found["algorithm.norm_adv_by_std_in_grpo"] = False
         elif deviation == "batch":
-            found["algorithm.adv_std_level"] = "batch"
+            found["algorithm.adv_std_level"] = "batch_centered"
         return Found(found, note)
     if mean == deviation == "batch":
         return Found({"algorithm.adv_estimator": "raw", "algorithm.reward_norm": "batch"}, note)

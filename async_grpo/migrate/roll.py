@@ -143,23 +143,34 @@ def _clip_side(side: str) -> Any:
     return convert
 
 
+def _clips_scores(source: Source) -> bool:
+    """Whether reward_clip binds, behind the group's mean and deviation."""
+    clip, size = source.number("reward_clip"), source.number("num_return_sequences_in_group", 1)
+    return 0 < clip < (size - 1) / math.sqrt(max(size, 1))
+
+
+def _returns(source: Source) -> bool:
+    """Whether ROLL's grpo is more than a score of each response in its group."""
+    return _clips_scores(source) or str(source.find("add_token_level_kl")).lower() == "true"
+
+
 def _estimator(value: Any, source: Source) -> Found:
     name = str(value)
-    if name == "grpo":
-        return Found({"algorithm.adv_estimator": "grpo"})
-    if name == "reinforce":
-        whitened = str(source.find("whiten_advantages", False)).lower() == "true"
-        if whitened:
-            return Found({"algorithm.adv_estimator": "reinforce_plus_plus"}, "returns, whitened")
-        return Found({"algorithm.adv_estimator": "raw"}, "the reward itself, not whitened")
+    if name == "grpo" and _returns(source):
+        found = {"algorithm.adv_estimator": "reinforce", "algorithm.reward_norm": "group"}
+        return Found(found, "normalised by group, then clipped or paid for its KL, then returns")
+    if name in ("grpo", "reinforce"):
+        return Found({"algorithm.adv_estimator": name})
     reason = "it needs a critic, and there is none here" if name == "gae" else "not here"
     raise Untranslatable(f"{reason}: grpo is in its place")
 
 
-def _whitened(value: Any, source: Source) -> Found:
-    if source.find("adv_estimator") == "reinforce":
-        return Found({}, "whitening is a part of `reinforce_plus_plus`, or off with `raw`")
-    return Found({"algorithm.whiten_advantages": boolean(value)})
+def _clipped(value: Any, source: Source) -> Found:
+    if source.find("adv_estimator") != "grpo" or _clips_scores(source):
+        return Found({"algorithm.reward_clip_after": number(value)}, "after the normalisation")
+    size = source.number("num_return_sequences_in_group", 1)
+    most = (size - 1) / math.sqrt(max(size, 1))
+    return Found({}, f"it changes nothing: of {size:g} normalised rewards none is above {most:.3g}")
 
 
 def _norm(value: Any, source: Source) -> Found:
@@ -168,10 +179,21 @@ def _norm(value: Any, source: Source) -> Found:
     return Found({"algorithm.reward_norm": value})
 
 
+def _norm_apart(value: Any, source: Source) -> Found:
+    if source.find("adv_estimator") == "grpo":
+        raise Untranslatable("the estimator grpo normalises by group, in ROLL too")
+    norm = {part: str(source.find(f"norm_{part}_type", "none")).lower() for part in ("mean", "std")}
+    return Found({"algorithm.reward_norm": norm}, spoken(["norm_mean_type"], value))
+
+
 def _shift(name: str) -> Any:
     def convert(value: Any, source: Source) -> Found:
         if boolean(value) and not source.has("reward_norm"):
             raise Untranslatable("without reward_norm it does nothing in ROLL")
+        if boolean(value) and source.find("adv_estimator") == "grpo":
+            raise Untranslatable("grpo takes mean and deviation of the group, in ROLL too")
+        if boolean(value) and name == "reward_scale" and source.find("reward_norm") != "running":
+            raise Untranslatable("ROLL reads it with reward_norm: running alone")
         return Found({f"algorithm.{name}": boolean(value)})
 
     return convert
@@ -248,11 +270,11 @@ _RULES = (
     same("^max_running_requests", "cluster.engine.max_num_seqs"),
     # ---- advantages and rewards
     by("^adv_estimator", _estimator),
-    by("^whiten_advantages", _whitened),
+    switch("^whiten_advantages", "algorithm.whiten_advantages"),
     same("^advantage_clip", "algorithm.advantage_clip"),
-    same("^reward_clip", "algorithm.reward_clip",
-         "of the raw reward, before any statistic; ROLL clamps after its normalisation"),
+    by("^reward_clip", _clipped),
     by("^reward_norm", _norm),
+    by("^norm_mean_type ^norm_std_type", _norm_apart),
     by("^reward_shift", _shift("reward_shift")),
     by("^reward_scale", _shift("reward_scale")),
     switch("^add_token_level_kl", "algorithm.add_token_level_kl"),

@@ -187,6 +187,19 @@ def _level(value: Any, source: Source) -> Found:
     )
 
 
+def _summed(value: Any, source: Source) -> Found:
+    if str(value) != "normalize_then_sum":
+        return Found({}, "components are weighted and added up, then compared")
+    return Found(
+        {
+            "algorithm.adv_estimator": "raw",
+            "algorithm.whiten_advantages": True,
+            "task.rewards_norm": "group",
+        },
+        spoken(["multi_objective_aggregation"], value),
+    )
+
+
 def _clip(value: Any, source: Source) -> Found:
     if source.find("loss_type") == "cispo":
         return Found({"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL")
@@ -343,6 +356,7 @@ _RULES = (
     switch("^use_bias_correction_kl"),
     same("^off_policy_mask_threshold"),
     same("^top_entropy_quantile"),
+    by("^multi_objective_aggregation", _summed),
     same("^sapo_temperature_pos"),
     same("^sapo_temperature_neg"),
     by("^sync_ref_model", _refreshed),

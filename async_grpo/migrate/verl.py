@@ -231,6 +231,20 @@ def _normalized(value: Any, source: Source) -> Found:
     return Found({"algorithm.importance.normalize": boolean(value)})
 
 
+def _estimator(value: Any, source: Source) -> Found:
+    if str(value) == "gdpo":
+        return Found(
+            {
+                "algorithm.adv_estimator": "raw",
+                "algorithm.whiten_advantages": True,
+                "task.rewards_norm": "group",
+            },
+            "components normalised one by one, then whitened",
+        )
+    known = words("algorithm.adv_estimator", "algorithm.adv_estimator", _ESTIMATORS)
+    return known.convert(value, source)
+
+
 def _kl_in_reward(value: Any, source: Source) -> Found:
     if boolean(value) and str(source.find("actor.use_kl_loss")).lower() == "true":
         raise Untranslatable("the KL is in the loss too; here it is punished once")
@@ -360,7 +374,7 @@ _RULES = (
     none("model.use_remove_padding", "rows are always packed here"),
     none("model.*", "how verl loads and computes the model"),
     # ---- algorithm
-    words("algorithm.adv_estimator", "algorithm.adv_estimator", _ESTIMATORS),
+    by("algorithm.adv_estimator", _estimator),
     switch("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo"),
     same("algorithm.gamma", "algorithm.gamma"),
     none("algorithm.lam", "of GAE, which needs a critic"),
