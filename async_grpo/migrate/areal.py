@@ -23,7 +23,7 @@ from async_grpo.migrate.common import (
 )
 from async_grpo.migrate.rules import (
     Convert,
-    Found,
+    Meant,
     Peer,
     Untranslatable,
     answered,
@@ -43,11 +43,11 @@ from async_grpo.migrate.rules import (
 from async_grpo.migrate.source import Source
 
 
-def _mini_batch(value: Any, source: Source) -> Found:
+def _mini_batch(value: Any, source: Source) -> Meant:
     batch = source.number("train_dataset.batch_size", 1)
     groups = max(1, int(batch // max(1, whole(value))))
     note = f"a number of minibatches there: {batch:g} prompts over {whole(value)}"
-    return Found({"learner.ppo_mini_batch_size": groups}, note)
+    return Meant({"learner.ppo_mini_batch_size": groups}, note)
 
 
 def _decoupled(source: Source) -> bool:
@@ -62,15 +62,15 @@ def _anchor(source: Source) -> str:
     return "interpolated" if between else "recomputed"
 
 
-def _anchored(value: Any, source: Source) -> Found:
-    return Found({"algorithm.anchor": _anchor(source)}, "of use_decoupled_loss, recompute_logprob "
+def _anchored(value: Any, source: Source) -> Meant:
+    return Meant({"algorithm.anchor": _anchor(source)}, "of use_decoupled_loss, recompute_logprob "
                  "and prox_logp_method together")  # fmt: skip
 
 
-def _cap(value: Any, source: Source) -> Found:
+def _cap(value: Any, source: Source) -> Meant:
     if not _decoupled(source):
-        return Found({}, "of the decoupled loss, which is off")
-    return Found(
+        return Meant({}, "of the decoupled loss, which is off")
+    return Meant(
         {
             "algorithm.importance.level": "token",
             "algorithm.importance.mode": "mask",
@@ -80,12 +80,12 @@ def _cap(value: Any, source: Source) -> Found:
     )
 
 
-def _rejected(value: Any, source: Source) -> Found:
+def _rejected(value: Any, source: Source) -> Meant:
     def of(key: str, default: Any) -> Any:
         return source.find(f"rejection_sampling.{key}", default)
 
     if not _decoupled(source) and _anchor(source) == "behavior":
-        return Found({}, "with the sampler's log-probs as anchor there is nothing to weigh")
+        return Meant({}, "with the sampler's log-probs as anchor there is nothing to weigh")
     if str(of("metric", "ratio")) != "ratio":
         raise Untranslatable("other scores of the ratio are rules of `algorithm.rejection`")
     level = {"token": "token", "sequence": "geometric"}.get(str(of("level", "token")))
@@ -99,7 +99,7 @@ def _rejected(value: Any, source: Source) -> Found:
         "algorithm.importance.lower": source.number("rejection_sampling.lower", 0.0),
     }
     note = "the geometric mean decides and weighs there" if level == "geometric" else ""
-    return Found(found, note)
+    return Meant(found, note)
 
 
 def _norms(source: Source, which: str) -> tuple[str, str]:
@@ -110,67 +110,67 @@ def _norms(source: Source, which: str) -> tuple[str, str]:
     )
 
 
-def _advantages(value: Any, source: Source) -> Found:
+def _advantages(value: Any, source: Source) -> Meant:
     mean, deviation = _norms(source, "reward_norm")
     left_out = str(source.find("actor.reward_norm.mean_leave1out", False)).lower() == "true"
     note = f"reward_norm: mean {mean}, deviation {deviation}"
     if mean == "group" and left_out:
         if deviation != "none":
             raise Untranslatable("leave-one-out means come without a deviation here (rloo)")
-        return Found({"algorithm.adv_estimator": "rloo"}, note)
+        return Meant({"algorithm.adv_estimator": "rloo"}, note)
     if mean == "group":
         found: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
         if deviation == "none":
             found["algorithm.norm_adv_by_std_in_grpo"] = False
         elif deviation == "batch":
             found["algorithm.adv_std_level"] = "batch_centered"
-        return Found(found, note)
+        return Meant(found, note)
     if mean == deviation == "batch":
-        return Found({"algorithm.adv_estimator": "raw", "algorithm.reward_norm": "batch"}, note)
+        return Meant({"algorithm.adv_estimator": "raw", "algorithm.reward_norm": "batch"}, note)
     if mean == deviation == "none":
-        return Found({"algorithm.adv_estimator": "raw"}, note)
+        return Meant({"algorithm.adv_estimator": "raw"}, note)
     raise Untranslatable(f"mean of the {mean} with the deviation of the {deviation} is not here")
 
 
-def _whitened(value: Any, source: Source) -> Found:
+def _whitened(value: Any, source: Source) -> Meant:
     levels = _norms(source, "adv_norm")
     if levels == ("batch", "batch"):
-        return Found({"algorithm.whiten_advantages": True}, "over all tokens of the step")
+        return Meant({"algorithm.whiten_advantages": True}, "over all tokens of the step")
     if levels == ("none", "none"):
-        return Found({"algorithm.whiten_advantages": False})
+        return Meant({"algorithm.whiten_advantages": False})
     raise Untranslatable("advantages are whitened over the whole batch here, or not")
 
 
-def _kl(value: Any, source: Source) -> Found:
+def _kl(value: Any, source: Source) -> Meant:
     if number(value) == 0:
-        return Found({"algorithm.add_token_level_kl": False})
+        return Meant({"algorithm.add_token_level_kl": False})
     if not source.has("ref.path", "ref.experiment_name"):
         raise Untranslatable(
             "without a reference AReaL pays every token its own log-prob; here it is off"
         )
-    return Found(
+    return Meant(
         {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": number(value)}, SUMMED
     )
 
 
-def _clip(value: Any, source: Source) -> Found:
+def _clip(value: Any, source: Source) -> Meant:
     found = {"algorithm.clip_ratio_low": number(value)}
     if not source.has("actor.eps_clip_higher"):
         found["algorithm.clip_ratio_high"] = number(value)
-    return Found(found)
+    return Meant(found)
 
 
-def _dual_clip(value: Any, source: Source) -> Found:
+def _dual_clip(value: Any, source: Source) -> Meant:
     if value is None:
-        return Found({"algorithm.dual_clip_loss": False})
-    return Found({"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)})
+        return Meant({"algorithm.dual_clip_loss": False})
+    return Meant({"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)})
 
 
-def _level(value: Any, source: Source) -> Found:
+def _level(value: Any, source: Source) -> Meant:
     if str(value) != "sequence":
-        return Found({}, "ppo_clip has the ratio of tokens")
+        return Meant({}, "ppo_clip has the ratio of tokens")
     low = source.number("actor.eps_clip", 0.2)
-    return Found(
+    return Meant(
         {
             "algorithm.policy_loss": "gspo",
             "algorithm.clip_ratio_low": low,
@@ -186,46 +186,46 @@ def _scaling(source: Source) -> float:
     return abs(source.number("actor.reward_scaling", 1.0)) or 1.0
 
 
-def _reward_clip(value: Any, source: Source) -> Found:
+def _reward_clip(value: Any, source: Source) -> Meant:
     if source.number("actor.reward_bias"):
         raise Untranslatable("around the shifted reward there, around 0 here")
     note = "of the raw reward here, of the scaled one there; before any statistic on both sides"
-    return Found({"algorithm.reward_clip": number(value) / _scaling(source)}, note)
+    return Meant({"algorithm.reward_clip": number(value) / _scaling(source)}, note)
 
 
-def _epochs(value: Any, source: Source) -> Found:
+def _epochs(value: Any, source: Source) -> Meant:
     if source.has("total_train_steps"):
         raise Untranslatable("total_train_steps ends it")
-    return Found({"run.epochs": whole(value)})
+    return Meant({"run.epochs": whole(value)})
 
 
-def _concurrent(value: Any, source: Source) -> Found:
+def _concurrent(value: Any, source: Source) -> Meant:
     found = re.search(r"d(\d{1,4})", str(source.find("allocation_mode", "d1")))
     engines = max(1, int(found[1])) if found else 1
     responses = whole(value) * source.number("gconfig.n_samples", 1)
     note = f"groups on all engines there, responses on each of {engines} here"
-    return Found({"cluster.engine.max_num_seqs": math.ceil(responses / engines)}, note)
+    return Meant({"cluster.engine.max_num_seqs": math.ceil(responses / engines)}, note)
 
 
 def _unscaled(neutral: float) -> Convert:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if number(value) == neutral:
-            return Found({}, "changes nothing")
+            return Meant({}, "changes nothing")
         raise Untranslatable("weights of rewards are `task.rewards`; a shift is the task's")
 
     return convert
 
 
 def _asked(ours: str, key: str) -> Convert:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if str(source.find("actor.overlong_reward_penalty", False)).lower() != "true":
-            return Found({}, "overlong_reward_penalty is off")
-        return Found({ours: value if key == "factor" else whole(value)})
+            return Meant({}, "overlong_reward_penalty is off")
+        return Meant({ours: value if key == "factor" else whole(value)})
 
     return convert
 
 
-def _allocation(value: Any, source: Source) -> Found:
+def _allocation(value: Any, source: Source) -> Meant:
     """Read `sglang:d4p1t1+d4p1t1`: engines, then the learner."""
     sides = text(value).split("+")
     sizes = [
@@ -238,7 +238,7 @@ def _allocation(value: Any, source: Source) -> Found:
     if len(sides) != 2 or not all("d" in one for one in sizes):
         raise Untranslatable("not two sides of the form d4p1t1")
     engines, learner = sizes
-    return Found(
+    return Meant(
         {
             "cluster.layout": "split",
             "cluster.rollout_actors.max": engines["d"],
@@ -249,10 +249,10 @@ def _allocation(value: Any, source: Source) -> Found:
     )
 
 
-def _greedy(value: Any, source: Source) -> Found:
+def _greedy(value: Any, source: Source) -> Meant:
     if boolean(value):
         raise Untranslatable("responses are sampled while training")
-    return Found({}, "responses are sampled")
+    return Meant({}, "responses are sampled")
 
 
 _RULES = (
@@ -260,7 +260,7 @@ _RULES = (
     none("^ref.* ^teacher.*", "the reference is the initial policy, or `model.reference`"),
     experiment("^experiment_name"),
     file_name("^trial_name"),
-    by("^cluster.fileroot", lambda value, source: Found(
+    by("^cluster.fileroot", lambda value, source: Meant(
         {"run.dir": f"{text(value).rstrip('/')}/{{name}}"}, "the directory of all runs there")),
     same("^seed", "seed"),
     by("^total_train_epochs", _epochs),
@@ -305,7 +305,7 @@ _RULES = (
     by("^actor.rejection_sampling.*", _rejected),
     by("^actor.importance_sampling_level", _level),
     answered("^actor.m2_threshold"),
-    by("^actor.use_sapo_loss", lambda value, source: Found(
+    by("^actor.use_sapo_loss", lambda value, source: Meant(
         {"algorithm.policy_loss": "sapo"} if boolean(value) else {}, "off")),
     same("^actor.sapo_tau_pos", "algorithm.sapo.tau_pos"),
     same("^actor.sapo_tau_neg", "algorithm.sapo.tau_neg"),
@@ -333,7 +333,7 @@ _RULES = (
     # ---- optimizer
     same("^actor.optimizer.lr", "learner.lr"),
     same("^actor.optimizer.weight_decay", "learner.weight_decay"),
-    by("^actor.optimizer.beta1 ^actor.optimizer.beta2", lambda value, source: Found({
+    by("^actor.optimizer.beta1 ^actor.optimizer.beta2", lambda value, source: Meant({
         "learner.betas": [source.number("actor.optimizer.beta1", 0.9),
                           source.number("actor.optimizer.beta2", 0.95)]})),
     same("^actor.optimizer.gradient_clipping"),

@@ -12,7 +12,7 @@ from typing import Any
 from async_grpo.config.docs import show
 from async_grpo.migrate.rules import (
     Convert,
-    Found,
+    Meant,
     KeyRule,
     Untranslatable,
     boolean,
@@ -58,9 +58,9 @@ def data(keys: str, ours: str) -> KeyRule:
 def file_name(keys: str) -> KeyRule:
     """Take a name of a run, with `_` for what a directory's name should not have."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         name = re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip(".") or "migrated"
-        return Found({"run.name": name})
+        return Meant({"run.name": name})
 
     return by(keys, convert)
 
@@ -78,10 +78,10 @@ def experiment(keys: str) -> KeyRule:
 def mlflow_among(keys: str) -> KeyRule:
     """Say what becomes of a list of trackers."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         names = value if isinstance(value, list) else re.split(r"[\s,]+", str(value))
         if "mlflow" in map(str, names):
-            return Found({"tracking.mlflow": True})
+            return Meant({"tracking.mlflow": True})
         raise Untranslatable("the tracker is MLflow here (`tracking.mlflow`)")
 
     return by(keys, convert)
@@ -118,10 +118,10 @@ def adapters(rank: str, alpha: str, layers: str, switch: str = "") -> tuple[KeyR
         return used and source.number(names[0], 16 if switch else 0) > 0
 
     def setting(ours: str, change: Callable[[Any], Any]) -> Convert:
-        def convert(value: Any, source: Source) -> Found:
+        def convert(value: Any, source: Source) -> Meant:
             if value is None or not on(source):
                 raise Untranslatable("no adapters: the weights are trained")
-            return Found({ours: change(value)})
+            return Meant({ours: change(value)})
 
         return convert
 
@@ -149,7 +149,7 @@ def off_is_zero(value: Any) -> int:
 def share_of_steps(keys: str, total: str, updates: float) -> KeyRule:
     """Take a warm-up given as a share of all steps, counted in optimizer updates here."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         share, steps = number(value), source.number(total)
         if share and steps <= 0:
             raise Untranslatable(
@@ -157,7 +157,7 @@ def share_of_steps(keys: str, total: str, updates: float) -> KeyRule:
                 "counts optimizer updates"
             )
         note = "a share of all steps there, optimizer updates here"
-        return Found({"learner.warmup_steps": round(share * steps * updates)}, note)
+        return Meant({"learner.warmup_steps": round(share * steps * updates)}, note)
 
     return by(keys, convert)
 
@@ -165,10 +165,10 @@ def share_of_steps(keys: str, total: str, updates: float) -> KeyRule:
 def kl_in_loss(keys: str) -> KeyRule:
     """Take a coefficient of the KL in the loss, of which 0 is off."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if number(value) == 0:
-            return Found({"algorithm.use_kl_loss": False})
-        return Found(
+            return Meant({"algorithm.use_kl_loss": False})
+        return Meant(
             {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": number(value)},
             "of the KL to the reference, k3",
         )
@@ -179,9 +179,9 @@ def kl_in_loss(keys: str) -> KeyRule:
 def precision(keys: str, dtype: str) -> KeyRule:
     """Take a switch for a compute type."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if not boolean(value):
-            return Found({}, "off there; `model.dtype` is auto here")
-        return Found({"model.dtype": dtype})
+            return Meant({}, "off there; `model.dtype` is auto here")
+        return Meant({"model.dtype": dtype})
 
     return by(keys, convert)

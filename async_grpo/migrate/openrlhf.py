@@ -23,7 +23,7 @@ from async_grpo.migrate.common import (
 )
 from async_grpo.migrate.rules import (
     Convert,
-    Found,
+    Meant,
     KeyRule,
     Peer,
     Untranslatable,
@@ -57,24 +57,24 @@ def _on(source: Source, *names: str) -> bool:
     return any(str(source.find(name, False)).lower() == "true" for name in names)
 
 
-def _mini_batch(value: Any, source: Source) -> Found:
+def _mini_batch(value: Any, source: Source) -> Meant:
     size = _first(source, _SAMPLES, 1)
     note = f"{value} responses over {size:g} per prompt; {spoken(['train_batch_size'], value)}"
-    return Found({"learner.ppo_mini_batch_size": groups_of(whole(value), size)}, note)
+    return Meant({"learner.ppo_mini_batch_size": groups_of(whole(value), size)}, note)
 
 
-def _micro_batch(value: Any, source: Source) -> Found:
+def _micro_batch(value: Any, source: Source) -> Meant:
     if _on(source, "use_dynamic_batch", "train.dynamic_batch_enable"):
         raise Untranslatable("with dynamic batches OpenRLHF counts tokens")
     row = _first(source, ("prompt_max_len",), 1024) + _first(source, ("generate_max_len",), 1024)
     note = f"rows there, tokens here: x {row:g}, the longest row"
-    return Found({"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
+    return Meant({"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
 
 
-def _queue(value: Any, source: Source) -> Found:
+def _queue(value: Any, source: Source) -> Meant:
     if not _asynchronous(source):
-        return Found({}, "of --async_train, which is off")
-    return Found({"replay.max_staleness": whole(value)}, "batches in the queue there, a strict "
+        return Meant({}, "of --async_train, which is off")
+    return Meant({"replay.max_staleness": whole(value)}, "batches in the queue there, a strict "
                  "bound per token here")  # fmt: skip
 
 
@@ -84,13 +84,13 @@ def _asynchronous(source: Source) -> bool:
     )
 
 
-def _switched(value: Any, source: Source) -> Found:
+def _switched(value: Any, source: Source) -> Meant:
     queued = max(_first(source, ("async_queue_size",), 1), 1)
     bound = int(queued) if boolean(value) else 0
-    return Found({"replay.max_staleness": bound}, "as many batches as its queue holds")
+    return Meant({"replay.max_staleness": bound}, "as many batches as its queue holds")
 
 
-def _estimator(value: Any, source: Source) -> Found:
+def _estimator(value: Any, source: Source) -> Meant:
     table = {
         "reinforce": "reinforce_plus_plus",
         "reinforce_baseline": "reinforce_plus_plus_baseline",
@@ -104,58 +104,58 @@ def _estimator(value: Any, source: Source) -> Found:
     found: dict[str, Any] = {"algorithm.adv_estimator": table[str(value)]}
     if value == "dr_grpo":
         found["algorithm.norm_adv_by_std_in_grpo"] = False
-    return Found(found)
+    return Meant(found)
 
 
-def _kl_weight(value: Any, source: Source) -> Found:
+def _kl_weight(value: Any, source: Source) -> Meant:
     if number(value) == 0:
-        return Found({"algorithm.add_token_level_kl": False}, "no KL")
+        return Meant({"algorithm.add_token_level_kl": False}, "no KL")
     if _on(source, "use_kl_loss", "kl.use_loss"):
-        return Found({"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": number(value)})
-    return Found(
+        return Meant({"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": number(value)})
+    return Meant(
         {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": number(value)}, SUMMED
     )
 
 
-def _kl_estimator(value: Any, source: Source) -> Found:
+def _kl_estimator(value: Any, source: Source) -> Meant:
     if not _first(source, ("init_kl_coef", "kl.init_coef"), 0.01):
-        return Found({}, "no KL")
+        return Meant({}, "no KL")
     if _on(source, "use_kl_loss", "kl.use_loss"):
         found = kl_word("kl_estimator").convert(value, source)
         if found.values["algorithm.kl_loss_type"] == "kl":
-            return Found({"algorithm.kl_loss_type": "kl+"}, "k1 has no expected gradient as a loss")
+            return Meant({"algorithm.kl_loss_type": "kl+"}, "k1 has no expected gradient as a loss")
         return found
     table = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
     return words("kl_estimator", "algorithm.kl_ctrl.kl_type", table).convert(value, source)
 
 
-def _clip_pair(value: Any, source: Source) -> Found:
+def _clip_pair(value: Any, source: Source) -> Meant:
     low, high = pair(value)
-    return Found({"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high})
+    return Meant({"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high})
 
 
-def _clip(value: Any, source: Source) -> Found:
+def _clip(value: Any, source: Source) -> Meant:
     if source.has("eps_clip_low_high"):
         raise Untranslatable("eps_clip_low_high counts")
     width = number(value)
-    return Found({"algorithm.clip_ratio_low": width, "algorithm.clip_ratio_high": width})
+    return Meant({"algorithm.clip_ratio_low": width, "algorithm.clip_ratio_high": width})
 
 
-def _dual_clip(value: Any, source: Source) -> Found:
-    return Found({"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)})
+def _dual_clip(value: Any, source: Source) -> Meant:
+    return Meant({"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)})
 
 
-def _reward_range(value: Any, source: Source) -> Found:
+def _reward_range(value: Any, source: Source) -> Meant:
     low, high = pair(value)
     told = spoken(["reward_clip_range"], value)
     if low != -high or high <= 0:
         raise Untranslatable("`algorithm.advantage_clip` is one number, for both sides")
-    return Found({"algorithm.advantage_clip": high}, told or "clamped behind the group's baseline")
+    return Meant({"algorithm.advantage_clip": high}, told or "clamped behind the group's baseline")
 
 
-def _correction(value: Any, source: Source) -> Found:
+def _correction(value: Any, source: Source) -> Meant:
     if not boolean(value):
-        return Found({}, _NO_CORRECTION)
+        return Meant({}, _NO_CORRECTION)
     threshold = source.find("vllm_is_truncated_threshold", source.find("is_correction_threshold"))
     low, high = pair(threshold) if isinstance(threshold, list) else (0.5, number(threshold or 5.0))
     name = str(source.find("vllm_is_correction_type", source.find("is_correction_type", "tis")))
@@ -163,54 +163,54 @@ def _correction(value: Any, source: Source) -> Found:
         found = {"algorithm.importance.level": "token", "algorithm.importance.upper": _NO_CAP}
         rule = {"score": "w", "reduce": "mean", "lower": low, "upper": high}
         note = "responses by the geometric mean; weights of tokens are not clamped there"
-        return Found({**found, "algorithm.rejection": [rule]}, note)
+        return Meant({**found, "algorithm.rejection": [rule]}, note)
     found = {
         "algorithm.importance.level": "token",
         "algorithm.importance.mode": "mask" if name == "icepop" else "truncate",
         "algorithm.importance.lower": low,
         "algorithm.importance.upper": high,
     }
-    return Found(found, f"{name}: weights between engine and learner")
+    return Meant(found, f"{name}: weights between engine and learner")
 
 
-def _part(value: Any, source: Source) -> Found:
+def _part(value: Any, source: Source) -> Meant:
     on = _on(source, "enable_vllm_is_correction", "is_correction_enable")
-    return Found({}, "counted in `algorithm.importance`" if on else _NO_CORRECTION)
+    return Meant({}, "counted in `algorithm.importance`" if on else _NO_CORRECTION)
 
 
-def _ranks(value: Any, source: Source) -> Found:
+def _ranks(value: Any, source: Source) -> Meant:
     nodes = _first(source, ("actor_num_nodes", "actor.num_nodes"), 1)
-    return Found({"learner.ranks": int(whole(value) * nodes)}, "of all nodes")
+    return Meant({"learner.ranks": int(whole(value) * nodes)}, "of all nodes")
 
 
-def _overlong(value: Any, source: Source) -> Found:
+def _overlong(value: Any, source: Source) -> Meant:
     found = {
         "algorithm.overlong_buffer.enable": True,
         "algorithm.overlong_buffer.len": whole(value),
     }
-    return Found(found)
+    return Meant(found)
 
 
-def _filter_range(value: Any, source: Source) -> Found:
+def _filter_range(value: Any, source: Source) -> Meant:
     low, high = pair(value)
     if not _on(source, "dynamic_filtering", "algo.dynamic_filtering_enable"):
-        return Found({}, "dynamic filtering is off")
+        return Meant({}, "dynamic filtering is off")
     if (low, high) == (0, 1):
-        return Found({}, "strictly inside 0 and 1: for 0/1 rewards, groups whose rewards differ")
-    return Found({
+        return Meant({}, "strictly inside 0 and 1: for 0/1 rewards, groups whose rewards differ")
+    return Meant({
         "replay.filter_groups.accuracy_low": low, "replay.filter_groups.accuracy_high": high,
     }, "of the share of right answers here, of the mean reward there")  # fmt: skip
 
 
-def _offloaded(value: Any, source: Source) -> Found:
+def _offloaded(value: Any, source: Source) -> Meant:
     if not boolean(value):
-        return Found({}, "off")
+        return Meant({}, "off")
     zero = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    return Found({"learner.deepspeed": zero}, "")
+    return Meant({"learner.deepspeed": zero}, "")
 
 
-def _layout(value: Any, source: Source) -> Found:
-    return Found({"cluster.layout": "colocated" if boolean(value) else "split"})
+def _layout(value: Any, source: Source) -> Meant:
+    return Meant({"cluster.layout": "colocated" if boolean(value) else "split"})
 
 
 def _schedule() -> KeyRule:
@@ -220,15 +220,15 @@ def _schedule() -> KeyRule:
     return words("lr_scheduler", "learner.schedule", table, note)
 
 
-def _warmup_share(value: Any, source: Source) -> Found:
+def _warmup_share(value: Any, source: Source) -> Meant:
     raise Untranslatable(
         "a share of all steps: `learner.warmup_steps` counts optimizer updates, set it in these"
     )
 
 
 def _only(ours: str, value: Any) -> Convert:
-    def convert(given: Any, source: Source) -> Found:
-        return Found({ours: value} if boolean(given) else {}, "off" if not boolean(given) else "")
+    def convert(given: Any, source: Source) -> Meant:
+        return Meant({ours: value} if boolean(given) else {}, "off" if not boolean(given) else "")
 
     return convert
 
@@ -267,7 +267,7 @@ _RULES = (
     by("advantage_estimator algo.advantage.estimator", _estimator),
     same("gamma", "algorithm.gamma"),
     by("init_kl_coef kl.init_coef", _kl_weight),
-    by("use_kl_loss kl.use_loss", lambda value, source: Found(
+    by("use_kl_loss kl.use_loss", lambda value, source: Meant(
         {"algorithm.use_kl_loss": boolean(value)}
         if _first(source, ("init_kl_coef", "kl.init_coef"), 0.01) else {}, "without a weight")),
     by("kl_estimator kl.estimator", _kl_estimator),

@@ -13,7 +13,7 @@ from typing import Any
 from async_grpo.config.docs import show
 from async_grpo.migrate.common import PROCESSES, directory, experiment, file_name
 from async_grpo.migrate.rules import (
-    Found,
+    Meant,
     Peer,
     Untranslatable,
     by,
@@ -32,57 +32,57 @@ from async_grpo.migrate.source import Source
 _SIZE = "rollouts_per_example"
 
 
-def _batch(value: Any, source: Source) -> Found:
+def _batch(value: Any, source: Source) -> Meant:
     size = source.number(_SIZE, 1)
     note = f"rollouts there, groups here: over {size:g} {_SIZE}"
-    return Found({"rollout.rollout_batch_size": groups_of(whole(value), size)}, note)
+    return Meant({"rollout.rollout_batch_size": groups_of(whole(value), size)}, note)
 
 
-def _row(value: Any, source: Source) -> Found:
+def _row(value: Any, source: Source) -> Meant:
     """Split `seq_len`, prompt and response together, by what is sampled at most."""
     longest, sampled = whole(value), source.number("sampling.max_tokens")
     found = {"learner.tokens_per_micro_batch": longest}
     if sampled and longest > sampled:
         found["rollout.prompt_length"] = int(longest - sampled)
-        return Found(found, "of prompt and response together: what max_tokens leaves is the prompt")
+        return Meant(found, "of prompt and response together: what max_tokens leaves is the prompt")
     half = max(1, longest // 2)
     found |= {"rollout.prompt_length": half, "rollout.response_length": half}
-    return Found(found, "of prompt and response together, halved here")
+    return Meant(found, "of prompt and response together, halved here")
 
 
-def _loss(value: Any, source: Source) -> Found:
+def _loss(value: Any, source: Source) -> Meant:
     if str(value) == "default":
-        return Found({"algorithm.policy_loss": "dppo"}, "DPPO-TV with the ratio to the sampler")
+        return Meant({"algorithm.policy_loss": "dppo"}, "DPPO-TV with the ratio to the sampler")
     raise Untranslatable(f"there is no loss {show(value)} here; dppo is in its place")
 
 
-def _estimator(value: Any, source: Source) -> Found:
+def _estimator(value: Any, source: Source) -> Meant:
     if str(value) == "max_rl":
-        return Found({"algorithm.adv_estimator": "maxrl"})
+        return Meant({"algorithm.adv_estimator": "maxrl"})
     if str(value) in ("grpo", "default"):
         found = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False}
-        return Found(found, "reward - mean, without a deviation")
+        return Meant(found, "reward - mean, without a deviation")
     raise Untranslatable(f"{show(value)} is not here; grpo without a deviation is in its place")
 
 
-def _environment(value: Any, source: Source) -> Found:
+def _environment(value: Any, source: Source) -> Meant:
     raise Untranslatable(
         "an environment of the package verifiers: a task of yours (docs/tasks.md, docs/agents.md)"
     )
 
 
-def _level(value: Any, source: Source) -> Found:
+def _level(value: Any, source: Source) -> Meant:
     if source.has("max_off_policy_steps"):
         raise Untranslatable("max_off_policy_steps is the bound that is kept")
-    return Found({"replay.max_staleness": whole(value)}, "a strict bound per token here")
+    return Meant({"replay.max_staleness": whole(value)}, "a strict bound per token here")
 
 
-def _devices(value: Any, source: Source) -> Found:
+def _devices(value: Any, source: Source) -> Meant:
     ids = value if isinstance(value, list) else [value]
-    return Found({"learner.ranks": max(1, len(ids)), "cluster.layout": "split"})
+    return Meant({"learner.ranks": max(1, len(ids)), "cluster.layout": "split"})
 
 
-def _share(value: Any, source: Source) -> Found:
+def _share(value: Any, source: Source) -> Meant:
     factor = number(value)
     note = "what is under way there, as a factor of the batch"
     bound = math.ceil(factor) if factor > 1 else 1
@@ -120,7 +120,7 @@ _RULES = (
     # ---- trainer
     same("optim.lr", "learner.lr"),
     same("optim.weight_decay", "learner.weight_decay"),
-    by("optim.betas1 optim.betas2", lambda value, source: Found({"learner.betas": [
+    by("optim.betas1 optim.betas2", lambda value, source: Meant({"learner.betas": [
         source.number("optim.betas1", 0.9), source.number("optim.betas2", 0.999)]})),
     same("optim.max_norm"),
     none("optim.*", "AdamW is the optimizer here"),

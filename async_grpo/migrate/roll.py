@@ -23,7 +23,7 @@ from async_grpo.migrate.common import (
     resume,
 )
 from async_grpo.migrate.rules import (
-    Found,
+    Meant,
     Peer,
     Untranslatable,
     answered,
@@ -62,7 +62,7 @@ def _data_parallel(source: Source) -> int:
     return max(1, int(len(_devices(source, "actor_train")) // max(1, shared)))
 
 
-def _mini_batch(value: Any, source: Source) -> Found:
+def _mini_batch(value: Any, source: Source) -> Meant:
     accumulated = source.number("actor_train.training_args.gradient_accumulation_steps", 1)
     rows = whole(value) * accumulated * _data_parallel(source)
     size = source.number("num_return_sequences_in_group", 1)
@@ -75,37 +75,37 @@ def _mini_batch(value: Any, source: Source) -> Found:
     )
     row = source.number("prompt_length", 512) + source.number("response_length", 512)
     found = {"learner.ppo_mini_batch_size": groups}
-    return Found(found | {"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
+    return Meant(found | {"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
 
 
-def _accumulated(value: Any, source: Source) -> Found:
-    return Found({}, "counted in `learner.ppo_mini_batch_size`, which is of groups and global")
+def _accumulated(value: Any, source: Source) -> Meant:
+    return Meant({}, "counted in `learner.ppo_mini_batch_size`, which is of groups and global")
 
 
-def _loss(value: Any, source: Source) -> Found:
+def _loss(value: Any, source: Source) -> Meant:
     name = str(value)
     if name == "cispo":
         low, high = (source.number(f"cispo_epsilon_{side}", 0.1) for side in ("low", "high"))
-        return Found({
+        return Meant({
             "algorithm.policy_loss": "cispo",
             "algorithm.clip_ratio_low": low,
             "algorithm.clip_ratio_high": high,
         })  # fmt: skip
     if name == "kimi15":
         found = {"algorithm.policy_loss": "opmd", "algorithm.norm_adv_by_std_in_grpo": False}
-        return Found(found | {"algorithm.opmd.tau": 0.1}, "needs R - mean as advantage here")
+        return Meant(found | {"algorithm.opmd.tau": 0.1}, "needs R - mean as advantage here")
     table = {"ppo": "ppo_clip", "vanilla": "gpg", "topr": "topr"}
     if name not in table:
         raise Untranslatable(f"there is no loss `{name}` here; ppo_clip is in its place")
     note = "by the ratio of whole responses here, of tokens there" if name == "topr" else ""
-    return Found({"algorithm.policy_loss": table[name]}, note)
+    return Meant({"algorithm.policy_loss": table[name]}, note)
 
 
-def _level(value: Any, source: Source) -> Found:
+def _level(value: Any, source: Source) -> Meant:
     if str(value) == "token":
-        return Found({}, "ppo_clip has the ratio of tokens")
+        return Meant({}, "ppo_clip has the ratio of tokens")
     clip = source.number("pg_clip", 0.2)
-    return Found(
+    return Meant(
         {
             "algorithm.policy_loss": "gspo",
             "algorithm.clip_ratio_low": source.number("pg_clip_low", clip),
@@ -115,30 +115,30 @@ def _level(value: Any, source: Source) -> Found:
     )
 
 
-def _dual_clip(value: Any, source: Source) -> Found:
+def _dual_clip(value: Any, source: Source) -> Meant:
     if not boolean(value):
-        return Found({"algorithm.dual_clip_loss": False})
+        return Meant({"algorithm.dual_clip_loss": False})
     bound = round(1 + 2 * source.number("pg_clip", 0.2), 6)
     found = {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": bound}
-    return Found(found, "the bound is 1 + 2 x pg_clip in ROLL")
+    return Meant(found, "the bound is 1 + 2 x pg_clip in ROLL")
 
 
 def _ranged(source: Source) -> bool:
     return str(source.find("use_pg_clip_range", False)).lower() == "true"
 
 
-def _clip(value: Any, source: Source) -> Found:
+def _clip(value: Any, source: Source) -> Meant:
     if _ranged(source):
         raise Untranslatable("with use_pg_clip_range, pg_clip_low and pg_clip_high count")
     width = number(value)
-    return Found({"algorithm.clip_ratio_low": width, "algorithm.clip_ratio_high": width})
+    return Meant({"algorithm.clip_ratio_low": width, "algorithm.clip_ratio_high": width})
 
 
 def _clip_side(side: str) -> Any:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if not _ranged(source) and source.has("pg_clip"):
             raise Untranslatable("without use_pg_clip_range, pg_clip counts")
-        return Found({f"algorithm.clip_ratio_{side}": number(value)})
+        return Meant({f"algorithm.clip_ratio_{side}": number(value)})
 
     return convert
 
@@ -154,87 +154,87 @@ def _returns(source: Source) -> bool:
     return _clips_scores(source) or str(source.find("add_token_level_kl")).lower() == "true"
 
 
-def _estimator(value: Any, source: Source) -> Found:
+def _estimator(value: Any, source: Source) -> Meant:
     name = str(value)
     if name == "grpo" and _returns(source):
         found = {"algorithm.adv_estimator": "reinforce", "algorithm.reward_norm": "group"}
-        return Found(found, "normalised by group, then clipped or paid for its KL, then returns")
+        return Meant(found, "normalised by group, then clipped or paid for its KL, then returns")
     if name in ("grpo", "reinforce"):
-        return Found({"algorithm.adv_estimator": name})
+        return Meant({"algorithm.adv_estimator": name})
     reason = "it needs a critic, and there is none here" if name == "gae" else "not here"
     raise Untranslatable(f"{reason}: grpo is in its place")
 
 
-def _clipped(value: Any, source: Source) -> Found:
+def _clipped(value: Any, source: Source) -> Meant:
     if source.find("adv_estimator") != "grpo" or _clips_scores(source):
-        return Found({"algorithm.reward_clip_after": number(value)}, "after the normalisation")
+        return Meant({"algorithm.reward_clip_after": number(value)}, "after the normalisation")
     size = source.number("num_return_sequences_in_group", 1)
     most = (size - 1) / math.sqrt(max(size, 1))
-    return Found({}, f"it changes nothing: of {size:g} normalised rewards none is above {most:.3g}")
+    return Meant({}, f"it changes nothing: of {size:g} normalised rewards none is above {most:.3g}")
 
 
-def _norm(value: Any, source: Source) -> Found:
+def _norm(value: Any, source: Source) -> Meant:
     if source.find("adv_estimator") == "grpo":
         raise Untranslatable("the estimator grpo normalises by group, in ROLL too")
-    return Found({"algorithm.reward_norm": value})
+    return Meant({"algorithm.reward_norm": value})
 
 
-def _norm_apart(value: Any, source: Source) -> Found:
+def _norm_apart(value: Any, source: Source) -> Meant:
     if source.find("adv_estimator") == "grpo":
         raise Untranslatable("the estimator grpo normalises by group, in ROLL too")
     norm = {part: str(source.find(f"norm_{part}_type", "none")).lower() for part in ("mean", "std")}
-    return Found({"algorithm.reward_norm": norm}, spoken(["norm_mean_type"], value))
+    return Meant({"algorithm.reward_norm": norm}, spoken(["norm_mean_type"], value))
 
 
 def _shift(name: str) -> Any:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if boolean(value) and not source.has("reward_norm"):
             raise Untranslatable("without reward_norm it does nothing in ROLL")
         if boolean(value) and source.find("adv_estimator") == "grpo":
             raise Untranslatable("grpo takes mean and deviation of the group, in ROLL too")
         if boolean(value) and name == "reward_scale" and source.find("reward_norm") != "running":
             raise Untranslatable("ROLL reads it with reward_norm: running alone")
-        return Found({f"algorithm.{name}": boolean(value)})
+        return Meant({f"algorithm.{name}": boolean(value)})
 
     return convert
 
 
-def _staleness(value: Any, source: Source) -> Found:
+def _staleness(value: Any, source: Source) -> Meant:
     ratio = number(value)
     note = "batches ahead there, a strict bound per token here"
-    return Found({"replay.max_staleness": math.ceil(ratio)}, note)
+    return Meant({"replay.max_staleness": math.ceil(ratio)}, note)
 
 
 def _difficulty(side: str) -> Any:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if str(source.find("difficulty_mask", False)).lower() != "true":
             raise Untranslatable("without difficulty_mask it does nothing in ROLL")
         found = {
             "replay.filter_groups.enable": True,
             f"replay.filter_groups.accuracy_{side}": number(value),
         }
-        return Found(found, "groups outside are replaced here, masked there")
+        return Meant(found, "groups outside are replaced here, masked there")
 
     return convert
 
 
-def _ranks(value: Any, source: Source) -> Found:
+def _ranks(value: Any, source: Source) -> Meant:
     devices = _devices(source, "actor_train")
     if not devices:
         raise Untranslatable("not of the form list(range(0,8)): set `learner.ranks`")
-    return Found({"learner.ranks": len(devices)}, "devices that train")
+    return Meant({"learner.ranks": len(devices)}, "devices that train")
 
 
-def _layout(value: Any, source: Source) -> Found:
+def _layout(value: Any, source: Source) -> Meant:
     engines, learner = _devices(source, "actor_infer"), _devices(source, "actor_train")
     if not engines & learner:
-        return Found({"cluster.layout": "split"}, "other devices than the learner's")
+        return Meant({"cluster.layout": "split"}, "other devices than the learner's")
     if engines == learner:
-        return Found({"cluster.layout": "colocated"}, "the learner's devices")
+        return Meant({"cluster.layout": "colocated"}, "the learner's devices")
     raise Untranslatable("some of the learner's devices: here all of them are shared, or none")
 
 
-def _corrected(value: Any, source: Source) -> Found:
+def _corrected(value: Any, source: Source) -> Meant:
     on = source.find("train_infer_correction.enable", True)
     told = spoken(["train_infer_correction"], value)
     raise Untranslatable(told if str(on).lower() == "true" else "the correction is off")

@@ -25,14 +25,14 @@ class Untranslatable(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class Meant:
     """What a key sets here, and what changes with it."""
 
     values: Mapping[str, Any]
     note: str = ""
 
 
-Convert = Callable[[Any, Source], Found]
+Convert = Callable[[Any, Source], Meant]
 """From the value of a key, and the file around it, to settings."""
 
 
@@ -81,8 +81,8 @@ class Peer:
         return next((rule for rule in self.rules if rule.matches(key)), None)
 
 
-def _nothing(value: Any, source: Source) -> Found:
-    return Found({})
+def _nothing(value: Any, source: Source) -> Meant:
+    return Meant({})
 
 
 @cache
@@ -113,10 +113,10 @@ def to(keys: str, ours: str, change: Callable[[Any], Any], note: str = "") -> Ke
     """Take what `change` makes of the value."""
     name = ours or home(keys.split()[0].removeprefix("^"))
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if value is None:
             raise Untranslatable("null there: what is not set here has our default")
-        return Found({name: change(value)}, note)
+        return Meant({name: change(value)}, note)
 
     return KeyRule(keys, convert, name)
 
@@ -144,7 +144,7 @@ def words(keys: str, ours: str, table: Mapping[Any, Any], note: str = "") -> Key
 def none(keys: str, reason: str) -> KeyRule:
     """Keys without counterpart, and the reason."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         raise Untranslatable(reason)
 
     return KeyRule(keys, convert)
@@ -153,7 +153,7 @@ def none(keys: str, reason: str) -> KeyRule:
 def answered(keys: str) -> KeyRule:
     """Keys that a start of a run answers with what to do (`config.peer_answers`)."""
 
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         raise Untranslatable(spoken(keys.split()[0].strip("^*.").split("."), value))
 
     return KeyRule(keys, convert)

@@ -25,7 +25,7 @@ from async_grpo.migrate.common import (
 )
 from async_grpo.migrate.rules import (
     Convert,
-    Found,
+    Meant,
     Peer,
     Untranslatable,
     boolean,
@@ -63,10 +63,10 @@ def _updates(source: Source) -> int:
     return max(1, batch // mini) * max(1, int(source.number("num_iterations", 1)))
 
 
-def _rows(value: Any, source: Source) -> Found:
+def _rows(value: Any, source: Source) -> Meant:
     batch, mini = _sizes(source)
     row = source.number("max_prompt_length", 512) + source.number("max_completion_length", 256)
-    return Found(
+    return Meant(
         {
             "rollout.rollout_batch_size": batch,
             "learner.ppo_mini_batch_size": mini,
@@ -77,19 +77,19 @@ def _rows(value: Any, source: Source) -> Found:
     )
 
 
-def _counted(value: Any, source: Source) -> Found:
+def _counted(value: Any, source: Source) -> Meant:
     batch, mini = _sizes(source)
     found = {"rollout.rollout_batch_size": batch, "learner.ppo_mini_batch_size": mini}
-    return Found(found, f"rows / {source.number('num_generations', 8):g} responses per prompt")
+    return Meant(found, f"rows / {source.number('num_generations', 8):g} responses per prompt")
 
 
 def _period(ours: str) -> Convert:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         updates = _updates(source)
         if 0 < number(value) < 1:
             raise Untranslatable("a share of all steps; here a number of learner steps")
         steps = max(0, math.ceil(number(value) / updates))
-        return Found({ours: steps}, _unit(updates))
+        return Meant({ours: steps}, _unit(updates))
 
     return convert
 
@@ -98,31 +98,31 @@ def _unit(updates: int) -> str:
     return f"optimizer steps there, learner steps of {updates} updates here" if updates > 1 else ""
 
 
-def _steps(value: Any, source: Source) -> Found:
+def _steps(value: Any, source: Source) -> Meant:
     if whole(value) <= 0:
         raise Untranslatable("-1 leaves it to num_train_epochs")
     updates = _updates(source)
-    return Found({"run.total_steps": math.ceil(whole(value) / updates)}, _unit(updates))
+    return Meant({"run.total_steps": math.ceil(whole(value) / updates)}, _unit(updates))
 
 
-def _epochs(value: Any, source: Source) -> Found:
+def _epochs(value: Any, source: Source) -> Meant:
     if source.number("max_steps") > 0:
         raise Untranslatable("max_steps counts")
     note = "" if number(value) == int(number(value)) else "whole passes here"
-    return Found({"run.epochs": max(1, math.ceil(number(value)))}, note)
+    return Meant({"run.epochs": max(1, math.ceil(number(value)))}, note)
 
 
 def _saving(strategy: str) -> Convert:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if str(value) in ("no", "false", "False"):
-            return Found({strategy: 0})
+            return Meant({strategy: 0})
         raise Untranslatable("`steps` is what there is here; its number counts")
 
     return convert
 
 
 def _saved(ours: str, switch_key: str) -> Convert:
-    def convert(value: Any, source: Source) -> Found:
+    def convert(value: Any, source: Source) -> Meant:
         if str(source.find(switch_key, "")) in ("no", "False"):
             raise Untranslatable(f"{switch_key} is no")
         return _period(ours)(value, source)
@@ -130,13 +130,13 @@ def _saved(ours: str, switch_key: str) -> Convert:
     return convert
 
 
-def _warmup_share(value: Any, source: Source) -> Found:
+def _warmup_share(value: Any, source: Source) -> Meant:
     if source.number("warmup_steps") > 0:
         raise Untranslatable("warmup_steps counts")
     steps = source.number("max_steps")
     if number(value) and steps <= 0:
         raise Untranslatable("a share of steps whose number is not in the file; set it in updates")
-    return Found({"learner.warmup_steps": math.ceil(number(value) * max(0, steps))}, "in updates")
+    return Meant({"learner.warmup_steps": math.ceil(number(value) * max(0, steps))}, "in updates")
 
 
 _LOSSES: dict[str, tuple[str, str, str]] = {
@@ -153,7 +153,7 @@ def _sequence(source: Source) -> bool:
     return bool(source.find("importance_sampling_level") == "sequence")
 
 
-def _loss(value: Any, source: Source) -> Found:
+def _loss(value: Any, source: Source) -> Meant:
     if str(value) == "luspo":
         low = source.number("epsilon", 0.2)
         summed: dict[str, Any] = {
@@ -162,22 +162,22 @@ def _loss(value: Any, source: Source) -> Found:
             "algorithm.clip_ratio_low": low,
             "algorithm.clip_ratio_high": source.number("epsilon_high", low),
         }
-        return Found(summed, spoken(["loss_type"], value))
+        return Meant(summed, spoken(["loss_type"], value))
     if str(value) not in _LOSSES:
         raise Untranslatable(f"there is no loss `{value}` here; ppo_clip is in its place")
     loss, mode, note = _LOSSES[str(value)]
     found: dict[str, Any] = {"algorithm.loss_agg_mode": mode}
     if loss != "ppo_clip" or not _sequence(source):
         found["algorithm.policy_loss"] = loss
-    return Found(found, note)
+    return Meant(found, note)
 
 
-def _level(value: Any, source: Source) -> Found:
+def _level(value: Any, source: Source) -> Meant:
     if str(value) != "sequence":
-        return Found({}, "the losses have the ratio of tokens")
+        return Meant({}, "the losses have the ratio of tokens")
     told = spoken(["importance_sampling_level"], value)
     low = source.number("epsilon", 0.2)
-    return Found(
+    return Meant(
         {
             "algorithm.policy_loss": "gspo",
             "algorithm.clip_ratio_low": low,
@@ -187,10 +187,10 @@ def _level(value: Any, source: Source) -> Found:
     )
 
 
-def _summed(value: Any, source: Source) -> Found:
+def _summed(value: Any, source: Source) -> Meant:
     if str(value) != "normalize_then_sum":
-        return Found({}, "components are weighted and added up, then compared")
-    return Found(
+        return Meant({}, "components are weighted and added up, then compared")
+    return Meant(
         {
             "algorithm.adv_estimator": "raw",
             "algorithm.whiten_advantages": True,
@@ -200,18 +200,18 @@ def _summed(value: Any, source: Source) -> Found:
     )
 
 
-def _clip(value: Any, source: Source) -> Found:
+def _clip(value: Any, source: Source) -> Meant:
     if source.find("loss_type") == "cispo":
-        return Found({"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL")
+        return Meant({"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL")
     found = {"algorithm.clip_ratio_low": number(value)}
     if not source.has("epsilon_high"):
         found["algorithm.clip_ratio_high"] = number(value)
-    return Found(found)
+    return Meant(found)
 
 
-def _clip_high(value: Any, source: Source) -> Found:
+def _clip_high(value: Any, source: Source) -> Meant:
     if source.find("loss_type") == "cispo":
-        return Found(
+        return Meant(
             {
                 "algorithm.clip_ratio_high": round(number(value) - 1, 9),
                 "algorithm.clip_ratio_low": 1.0,
@@ -219,22 +219,22 @@ def _clip_high(value: Any, source: Source) -> Found:
             spoken(["epsilon_high"], value)
             or "a cap of the ratio itself there, of its distance to 1 here",
         )
-    return Found({"algorithm.clip_ratio_high": number(value)})
+    return Meant({"algorithm.clip_ratio_high": number(value)})
 
 
-def _delta(value: Any, source: Source) -> Found:
+def _delta(value: Any, source: Source) -> Meant:
     found = {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)}
-    return Found(found, "caps the ratio there, the loss of negative advantages here: the same")
+    return Meant(found, "caps the ratio there, the loss of negative advantages here: the same")
 
 
-def _scale(value: Any, source: Source) -> Found:
+def _scale(value: Any, source: Source) -> Meant:
     meant = str(value).lower()
     if meant in ("none", "false"):
-        return Found({"algorithm.norm_adv_by_std_in_grpo": False})
+        return Meant({"algorithm.norm_adv_by_std_in_grpo": False})
     if meant == "batch":
-        return Found({"algorithm.adv_std_level": "batch"}, "the deviation of the learner step")
+        return Meant({"algorithm.adv_std_level": "batch"}, "the deviation of the learner step")
     if meant in ("group", "true"):
-        return Found({"algorithm.norm_adv_by_std_in_grpo": True})
+        return Meant({"algorithm.norm_adv_by_std_in_grpo": True})
     raise Untranslatable("allowed are group, batch and none")
 
 
@@ -267,35 +267,35 @@ def _importance(source: Source) -> dict[str, Any]:
     return found
 
 
-def _correction(value: Any, source: Source) -> Found:
+def _correction(value: Any, source: Source) -> Meant:
     if not _corrected(source):
-        return Found({}, _NO_CORRECTION)
-    return Found(_importance(source), "")
+        return Meant({}, _NO_CORRECTION)
+    return Meant(_importance(source), "")
 
 
-def _refreshed(value: Any, source: Source) -> Found:
+def _refreshed(value: Any, source: Source) -> Meant:
     if not boolean(value):
-        return Found({"model.reference_refresh_steps": 0})
+        return Meant({"model.reference_refresh_steps": 0})
     updates = _updates(source)
     steps = math.ceil(source.number("ref_model_sync_steps", 512) / updates)
     note = "the reference takes the weights over as a whole here, mixed there"
-    return Found({"model.reference_refresh_steps": steps}, note)
+    return Meant({"model.reference_refresh_steps": steps}, note)
 
 
-def _data_set(value: Any, source: Source) -> Found:
+def _data_set(value: Any, source: Source) -> Meant:
     found = data("dataset_name", "task.train").convert(value, source)
     name, _, usual = str(found.values["task.train"]).partition(":")
     part, split = source.find("dataset_config", usual), source.find("dataset_train_split")
     if part or split:
         name = f"{name}:{part or 'default'}" + (f":{split}" if split else "")
-    return Found({"task.train": name})
+    return Meant({"task.train": name})
 
 
-def _mode(value: Any, source: Source) -> Found:
+def _mode(value: Any, source: Source) -> Meant:
     layout = {"colocate": "colocated", "server": "split"}.get(str(value))
     if layout is None:
         raise Untranslatable("allowed are colocate and server")
-    return Found({"cluster.layout": layout})
+    return Meant({"cluster.layout": layout})
 
 
 _RULES = (
@@ -369,7 +369,7 @@ _RULES = (
     # ---- optimizer
     same("^learning_rate", "learner.lr"),
     same("^weight_decay", "learner.weight_decay"),
-    by("^adam_beta1 ^adam_beta2", lambda value, source: Found({"learner.betas": [
+    by("^adam_beta1 ^adam_beta2", lambda value, source: Meant({"learner.betas": [
         source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]})),
     same("^warmup_steps", "learner.warmup_steps"),
     by("^warmup_ratio", _warmup_share),

@@ -24,7 +24,7 @@ from async_grpo.migrate.common import (
     resume,
 )
 from async_grpo.migrate.rules import (
-    Found,
+    Meant,
     Peer,
     Untranslatable,
     answered,
@@ -52,42 +52,42 @@ def _streams(source: Source) -> bool:
     return source.has("async_training.staleness_threshold", "async_training.require_batches")
 
 
-def _batch(value: Any, source: Source) -> Found:
+def _batch(value: Any, source: Source) -> Meant:
     if _streams(source):
         mini, batches = source.number("actor.ppo_mini_batch_size"), whole(value)
         note = "ppo_mini_batch_size x require_batches, in groups"
-        return Found({"rollout.rollout_batch_size": int(mini * batches)}, note)
+        return Meant({"rollout.rollout_batch_size": int(mini * batches)}, note)
     raise Untranslatable("the batch is `data.train_batch_size` outside of the streaming trainer")
 
 
-def _train_batch(value: Any, source: Source) -> Found:
+def _train_batch(value: Any, source: Source) -> Meant:
     if whole(value) == 0 or _streams(source):
         raise Untranslatable("the batch is ppo_mini_batch_size x require_batches when streaming")
-    return Found({"rollout.rollout_batch_size": whole(value)}, "prompts, which are groups")
+    return Meant({"rollout.rollout_batch_size": whole(value)}, "prompts, which are groups")
 
 
-def _gen_batch(value: Any, source: Source) -> Found:
+def _gen_batch(value: Any, source: Source) -> Meant:
     raise Untranslatable(
         "engines generate all the time here, and rejected groups are replaced one by one"
     )
 
 
-def _staleness(value: Any, source: Source) -> Found:
+def _staleness(value: Any, source: Source) -> Meant:
     period = source.number("trigger_parameter_sync_step", 4)
     bound = math.ceil((1 + number(value)) * period) - 1
-    return Found(
+    return Meant(
         {"replay.max_staleness": max(0, bound)},
         f"a share of samples there: (1 + {number(value):g}) x {period:g} batches between two "
         "publications are at most that old; a strict bound per token here",
     )
 
 
-def _age(value: Any, source: Source) -> Found:
+def _age(value: Any, source: Source) -> Meant:
     note = "an age of 1 there is a lag of 0 here"
-    return Found({"replay.max_staleness": max(0, whole(value) - 1)}, note)
+    return Meant({"replay.max_staleness": max(0, whole(value) - 1)}, note)
 
 
-def _clip_ratio(value: Any, source: Source) -> Found:
+def _clip_ratio(value: Any, source: Source) -> Meant:
     low, high = source.find("actor.clip_ratio_low", 0.2), source.find("actor.clip_ratio_high", 0.2)
     raise Untranslatable(
         f"verl does not read it beside clip_ratio_low and clip_ratio_high, here {low} and {high}"
@@ -108,7 +108,7 @@ _LOSSES = {
 }
 
 
-def _loss(value: Any, source: Source) -> Found:
+def _loss(value: Any, source: Source) -> Meant:
     name = _LOSSES.get(str(value))
     if name is None:
         raise Untranslatable(f"there is no loss `{value}` here; ppo_clip is in its place")
@@ -120,7 +120,7 @@ def _loss(value: Any, source: Source) -> Found:
             "algorithm.dppo.high": source.number("actor.clip_ratio_high", 0.2),
             "algorithm.dppo.ratio_cap": source.number("actor.clip_ratio_c", 3.0),
         }
-    return Found(found)
+    return Meant(found)
 
 
 _ESTIMATORS = {
@@ -150,7 +150,7 @@ def _off_policy(source: Source) -> bool:
     return str(given).lower() == "true"
 
 
-def _weights(value: Any, source: Source) -> Found:
+def _weights(value: Any, source: Source) -> Meant:
     if str(value).lower() in ("none", "null"):
         raise Untranslatable(_NO_CORRECTION)
     if _off_policy(source):
@@ -163,16 +163,16 @@ def _weights(value: Any, source: Source) -> Found:
     else:
         high = number(threshold)
         found["algorithm.importance.mode"] = "truncate"
-    return Found(found | {"algorithm.importance.upper": high})
+    return Meant(found | {"algorithm.importance.upper": high})
 
 
-def _threshold(value: Any, source: Source) -> Found:
+def _threshold(value: Any, source: Source) -> Meant:
     if str(source.find("rollout_is")).lower() in ("none", "null"):
         raise Untranslatable(_NO_CORRECTION)
     if isinstance(value, str) and "_" in value:
         low, high = pair(value)
-        return Found({"algorithm.importance.lower": low, "algorithm.importance.upper": high})
-    return Found({"algorithm.importance.upper": number(value)})
+        return Meant({"algorithm.importance.lower": low, "algorithm.importance.upper": high})
+    return Meant({"algorithm.importance.upper": number(value)})
 
 
 _REDUCED = {
@@ -186,11 +186,11 @@ _REDUCED = {
 """Part of an option of `rollout_rs`, or one of older versions as a whole -> `reduce`."""
 
 
-def _rules(value: Any, source: Source) -> Found:
+def _rules(value: Any, source: Source) -> Meant:
     """Read `token_k1,seq_max_k3` with its thresholds, or one level of older versions."""
     options = source.find("rollout_rs")
     if options is None or str(options).lower() == "none":
-        return Found({}, _NO_CORRECTION)
+        return Meant({}, _NO_CORRECTION)
     if _off_policy(source):
         raise Untranslatable("with bypass_mode the ratio itself is that to the sampler")
     names = [part.strip() for part in str(options).split(",")]
@@ -200,7 +200,7 @@ def _rules(value: Any, source: Source) -> Found:
         raise Untranslatable(f"{len(names)} options and {len(bounds)} thresholds")
     rules = [_rule(name, bound, source) for name, bound in zip(names, bounds, strict=True)]
     told = spoken(["rollout_rs"], options)
-    return Found({"algorithm.rejection": rules}, told)
+    return Meant({"algorithm.rejection": rules}, told)
 
 
 def _rule(name: str, bound: str, source: Source) -> dict[str, Any]:
@@ -220,20 +220,20 @@ def _rule(name: str, bound: str, source: Source) -> dict[str, Any]:
     return rule | {"lower": round(math.log(low), 9), "upper": round(math.log(high), 9)}
 
 
-def _veto(value: Any, source: Source) -> Found:
+def _veto(value: Any, source: Source) -> Meant:
     rule = {"score": "w", "reduce": "min", "lower": number(value)}
-    return Found({"algorithm.rejection": [rule]}, spoken(["rollout_token_veto_threshold"], value))
+    return Meant({"algorithm.rejection": [rule]}, spoken(["rollout_token_veto_threshold"], value))
 
 
-def _normalized(value: Any, source: Source) -> Found:
+def _normalized(value: Any, source: Source) -> Meant:
     if str(source.find("rollout_is")).lower() in ("none", "null") or _off_policy(source):
-        return Found({}, _NO_CORRECTION)
-    return Found({"algorithm.importance.normalize": boolean(value)})
+        return Meant({}, _NO_CORRECTION)
+    return Meant({"algorithm.importance.normalize": boolean(value)})
 
 
-def _estimator(value: Any, source: Source) -> Found:
+def _estimator(value: Any, source: Source) -> Meant:
     if str(value) == "gdpo":
-        return Found(
+        return Meant(
             {
                 "algorithm.adv_estimator": "raw",
                 "algorithm.whiten_advantages": True,
@@ -245,26 +245,26 @@ def _estimator(value: Any, source: Source) -> Found:
     return known.convert(value, source)
 
 
-def _kl_in_reward(value: Any, source: Source) -> Found:
+def _kl_in_reward(value: Any, source: Source) -> Meant:
     if boolean(value) and str(source.find("actor.use_kl_loss")).lower() == "true":
         raise Untranslatable("the KL is in the loss too; here it is punished once")
-    return Found({"algorithm.add_token_level_kl": boolean(value)})
+    return Meant({"algorithm.add_token_level_kl": boolean(value)})
 
 
-def _micro_batch(value: Any, source: Source) -> Found:
+def _micro_batch(value: Any, source: Source) -> Meant:
     if str(source.find("actor.use_dynamic_bsz", False)).lower() == "true":
         raise Untranslatable("with use_dynamic_bsz verl counts tokens")
     row = source.number("data.max_prompt_length", 512) + source.number(
         "data.max_response_length", 512
     )
     note = f"rows there, tokens here: x {row:g}, the longest row"
-    return Found({"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
+    return Meant({"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
 
 
-def _tokens(value: Any, source: Source) -> Found:
+def _tokens(value: Any, source: Source) -> Meant:
     if str(source.find("actor.use_dynamic_bsz", False)).lower() != "true":
         raise Untranslatable("without use_dynamic_bsz verl counts rows")
-    return Found({"learner.tokens_per_micro_batch": whole(value)})
+    return Meant({"learner.tokens_per_micro_batch": whole(value)})
 
 
 def _updates(source: Source) -> float:
@@ -274,48 +274,48 @@ def _updates(source: Source) -> float:
     return max(1.0, batch // mini) * source.number("actor.ppo_epochs", 1)
 
 
-def _warmup(value: Any, source: Source) -> Found:
+def _warmup(value: Any, source: Source) -> Meant:
     if whole(value) < 0:
         raise Untranslatable("-1 leaves it to lr_warmup_steps_ratio")
     updates = int(whole(value) * _updates(source))
     note = f"verl counts steps, we optimizer updates: x {_updates(source):g}"
-    return Found({"learner.warmup_steps": updates}, note)
+    return Meant({"learner.warmup_steps": updates}, note)
 
 
-def _warmup_share(value: Any, source: Source) -> Found:
+def _warmup_share(value: Any, source: Source) -> Meant:
     steps = source.number("total_training_steps")
     if source.number("actor.optim.lr_warmup_steps", -1) >= 0:
         raise Untranslatable("lr_warmup_steps counts")
     if steps <= 0 and number(value):
         raise Untranslatable("a share of steps whose number is not in the file; set it in updates")
     updates = round(number(value) * steps * _updates(source))
-    return Found({"learner.warmup_steps": updates}, "a share of all steps there, updates here")
+    return Meant({"learner.warmup_steps": updates}, "a share of all steps there, updates here")
 
 
-def _steps(value: Any, source: Source) -> Found:
-    return Found({"run.total_steps": whole(value)})
+def _steps(value: Any, source: Source) -> Meant:
+    return Meant({"run.total_steps": whole(value)})
 
 
-def _epochs(value: Any, source: Source) -> Found:
+def _epochs(value: Any, source: Source) -> Meant:
     if source.has("total_training_steps"):
         raise Untranslatable("total_training_steps counts")
-    return Found({"run.epochs": whole(value)})
+    return Meant({"run.epochs": whole(value)})
 
 
-def _gpus(value: Any, source: Source) -> Found:
+def _gpus(value: Any, source: Source) -> Meant:
     ranks = whole(value) * source.number("trainer.nnodes", 1)
-    return Found({"learner.ranks": int(ranks)}, "GPUs of all nodes that train")
+    return Meant({"learner.ranks": int(ranks)}, "GPUs of all nodes that train")
 
 
-def _rollout_gpus(value: Any, source: Source) -> Found:
+def _rollout_gpus(value: Any, source: Source) -> Meant:
     nodes = whole(source.find("rollout.nnodes", 1))
     size = whole(source.find("tensor_model_parallel_size", 1))
     note = "GPUs of all nodes that generate, over GPUs per engine"
     actors = max(1, whole(value) * nodes // max(1, size))
-    return Found({"cluster.rollout_actors.max": actors, "cluster.layout": "split"}, note)
+    return Meant({"cluster.rollout_actors.max": actors, "cluster.layout": "split"}, note)
 
 
-def _prompts(value: Any, source: Source) -> Found:
+def _prompts(value: Any, source: Source) -> Meant:
     mini, batches = source.number("ppo_mini_batch_size", 256), source.number("require_batches", 1)
     steps = whole(value) / max(1, mini * batches)
     raise Untranslatable(
@@ -324,16 +324,16 @@ def _prompts(value: Any, source: Source) -> Found:
     )
 
 
-def _samples(value: Any, source: Source) -> Found:
+def _samples(value: Any, source: Source) -> Meant:
     if str(source.find("val_kwargs.do_sample", False)).lower() != "true":
-        return Found({}, "without do_sample evaluations are greedy")
-    return Found({"evaluation.n": whole(value)}, "beside the greedy one here")
+        return Meant({}, "without do_sample evaluations are greedy")
+    return Meant({"evaluation.n": whole(value)}, "beside the greedy one here")
 
 
-def _sampled(value: Any, source: Source) -> Found:
+def _sampled(value: Any, source: Source) -> Meant:
     if boolean(value):
-        return Found({}, "evaluations here give greedy and sampled accuracy")
-    return Found({"evaluation.n": 0}, "greedy only")
+        return Meant({}, "evaluations here give greedy and sampled accuracy")
+    return Meant({"evaluation.n": 0}, "greedy only")
 
 
 _RULES = (
@@ -399,7 +399,7 @@ _RULES = (
     by("rollout_is_batch_normalize", _normalized),
     by("rollout_rs rollout_rs_threshold rollout_rs_threshold_lower", _rules),
     by("rollout_token_veto_threshold", _veto),
-    by("bypass_mode use_rollout_log_probs", lambda value, source: Found(
+    by("bypass_mode use_rollout_log_probs", lambda value, source: Meant(
         {"algorithm.anchor": "behavior" if _off_policy(source) else "recomputed"}
     )),
     none("algorithm.pf_ppo.* use_pf_ppo", "preference feedback is not here"),

@@ -4,8 +4,6 @@ loads, and that nothing else ends in a traceback.
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import subprocess
 import sys
@@ -21,14 +19,12 @@ from async_grpo.config.load import load_config
 from async_grpo.config.peers import PEERS
 from async_grpo.config.unused import value_of
 from async_grpo.migrate.__main__ import main, migrate
-from async_grpo.migrate.command_lines import arguments_of
 from async_grpo.migrate.draft import walk
 from async_grpo.migrate.interpolation import resolve_all
 from async_grpo.migrate.page import page
 from async_grpo.migrate.peers import PEER_TABLES
 from async_grpo.migrate.settle import settle
 from async_grpo.migrate.source import Source, read_source
-from async_grpo.run import main as run
 
 FILES = Path(__file__).parent / "files"
 NAMES = sorted(path.name for path in FILES.iterdir())
@@ -434,96 +430,6 @@ def test_what_a_system_does_by_itself_is_kept(
     assert unnamed(draft.source, page(draft)) == []
 
 
-# ---- which system
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_is_recognised(name: str) -> None:
-    peer = migrate(FILES / name).peer
-    assert name.startswith(peer.option.replace("-", "_"))
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("a: 1\nb: {c: 2}\n", "is not recognised as a configuration of verl, ROLL, AReaL"),
-        ("num_generations: 8\n", "is not recognised"),
-        ("run: {total_steps: 3}\nmodel: {warm_start: {}}\n", "has our own sections"),
-        ("", "is empty"),
-        ("# only a comment\n", "holds no keys"),
-        ("- 1\n- 2\n", "holds no keys"),
-        ("just a text\n", "holds no keys"),
-        ("a: &a {b: *a}\n", "recursive"),
-        ("a: [1\n", "not valid YAML"),
-        ("a: 1\na: 2\n", "given twice"),
-        ("1: 2\n", "is not text"),
-        ("a: !!python/object/apply:os.getcwd []\n", "tag"),
-        ("[" * 5000, "nested too deeply"),
-        ("a: " + "9" * 5000, "a number in it"),
-        ("".join(f"k{i}: 1\n" for i in range(6000)), "more than 5,000 keys"),
-        ("x: " + "y" * 2**20, "bytes, which is no configuration"),
-        ("a: \x01\n", "characters"),
-        ("\0\0\0", "is not text"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_one_sentence(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "their.yaml").write_text(text)
-    assert refused([str(tmp_path / "their.yaml")], capsys).find(told) > 0
-
-
-def test_a_run_of_their_file_is_told_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = tmp_path / "ours.yaml"
-    ours.write_text("run: {total_steps: 2, nam: x}\nmodel: {warm_start: {}}\n")
-    for path, name in ((FILES / "verl_grpo.yaml", "verl"), (FILES / "prime_rl.toml", "prime-rl")):
-        assert run([str(path)]) == 2
-        told = capsys.readouterr()
-        said = f"(The file is of {name}: python -m async_grpo.migrate {path} writes it"
-        assert said in told.out + told.err
-    assert run([str(ours)]) == 2
-    told = capsys.readouterr()
-    assert "`run.nam` is not a setting" in told.out + told.err
-    assert "migrate" not in told.out + told.err
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says when it refuses: one line."""
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and len(err) < 600
-    return err
-
-
-def test_paths_that_cannot_be_used_are_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    binary, bomb, toml = tmp_path / "b.yaml", tmp_path / "bomb.yaml", tmp_path / "t.toml"
-    binary.write_bytes(random.Random(0).randbytes(5000))
-    lines = (f"a{i + 1}: &a{i + 1} {{p: *a{i}, q: *a{i}}}\n" for i in range(60))
-    bomb.write_text("a0: &a0 {x: 1}\n" + "".join(lines))
-    toml.write_text("a = \n")
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    good = str(FILES / "prime_rl.toml")
-    for arguments, told in (
-        ([str(tmp_path)], "is a directory"),
-        ([str(tmp_path / "no.yaml")], "No such file"),
-        ([str(tmp_path / ("x" * 300))], "too long"),
-        (["a\0b"], "cannot be read"),
-        ([str(binary)], "cannot be read"),
-        ([str(bomb)], "more than 100,000 values"),
-        ([str(toml)], "not valid TOML"),
-        ([str(fifo)], "no regular file"),
-        ([good, "-o", str(tmp_path)], "cannot be written"),
-        ([good, "-o", str(tmp_path / "no" / "out.yaml")], "cannot be written"),
-        ([good, "-o", good], "is the file itself"),
-    ):
-        assert told in refused(arguments, capsys), arguments
-
-
 # ---- anything at all
 
 ODD = st.one_of(
@@ -578,75 +484,3 @@ def test_whatever_the_values_are_the_result_loads_and_names_every_key(
 
 
 SOURCES = {name: read_source(FILES / name) for name in NAMES}
-
-# ---- references and command lines
-
-
-def test_references_are_replaced_where_the_file_holds_them() -> None:
-    values, left = resolve_all(
-        {
-            "a.n": 8,
-            "a.copy": "${a.n}",
-            "a.beside": "${.n}",
-            "b.c.above": "${..x}",
-            "b.x": "${a.copy}",
-            "text": "${a.n} of ${b.x}",
-            "list": ["${a.n}", 1],
-            "env": "${oc.env:NO_SUCH_VARIABLE,16}",
-            "selected": "${oc.select:a.n,3}",
-            "not_selected": "${oc.select:gone,3}",
-            "nested": "${oc.select:gone,${a.n}}",
-            "decoded": "${oc.decode:1e-3}",
-            "home": "${oc.env:HOME}",
-            "round": "${trip}",
-            "trip": "${round}",
-            "nowhere": "x/${no.such}",
-        }
-    )
-    assert values["a.copy"] == values["a.beside"] == values["b.c.above"] == 8
-    assert values["text"] == "8 of 8" and values["list"] == [8, 1]
-    assert (values["env"], values["selected"], values["not_selected"]) == (16, 8, 3)
-    assert (values["nested"], values["decoded"]) == (8, 1e-3)
-    assert left == {"home", "round", "trip", "nowhere"}
-
-
-def test_a_reference_that_grows_without_end_is_left() -> None:
-    given = {f"k{i}": f"${{k{i + 1}}}${{k{i + 1}}}" for i in range(60)} | {"k60": "xx"}
-    values, left = resolve_all(given)
-    assert "k0" in left and max(map(len, values.values())) < 25_000
-
-
-@pytest.mark.parametrize(
-    ("script", "program", "options"),
-    [
-        ("python -m openrlhf.cli.x --a 1 --b --c 2 3 --d=x", "openrlhf.cli.x",
-         [("a", 1), ("b", True), ("c", [2, 3]), ("d", "x")]),
-        ("openrlhf.cli.x --lr -1e-6 --s 'a b' \\\n  --t \"c d\" > log --u 1", "openrlhf.cli.x",
-         [("lr", -1e-6), ("s", "a b"), ("t", "c d"), ("u", 1)]),
-        ("N=3\nM=$((N * 2**1 + 1))\nK=$((N * 2 + 1))\npython -m verl.main x.n=$N x.k=${K} x.m=$M",
-         "verl.main", [("x.n", 3), ("x.k", 7), ("x.m", "${3 * 2**1 + 1}")]),
-        ("A=${A:-4} # why\nexport B=\"${A}/$C\"\nverl.main a=$A b=$B '+c=${d.e}' \"d=['x','y']\"",
-         "verl.main", [("a", 4), ("b", "4/${C}"), ("c", "${d.e}"), ("d", ["x", "y"])]),
-        ("# --x 1\nls --all; ray job submit --addr y -- python3 -m verl.main a=1 | tee --append z",
-         "verl.main", [("a", 1)]),
-        ("verl.main a=$(date +%s) b=`date` c=$1", "verl.main",
-         [("a", "${date +%s}"), ("b", "${date}"), ("c", "${1}")]),
-    ],
-)  # fmt: skip
-def test_command_lines_are_read(script: str, program: str, options: list[Any]) -> None:
-    assert arguments_of(script) == (program, options)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "x=10\n" + "x=$((x*x))\n" * 60 + "verl.main a=$x",
-        "x=ab\n" + "x=$x$x\n" * 60 + "verl.main a=$x$x$x",
-        "verl.main a=" + "$((" * 20_000,
-        "verl.main a=" + "${" * 20_000,
-        "verl.main a='" + '"' * 20_001,
-    ],
-)
-def test_hostile_scripts_are_read_in_no_time(script: str) -> None:
-    program, options = arguments_of(script)
-    assert program in ("verl.main", "") and len(str(options)) < 100_000
