@@ -12,8 +12,8 @@ from typing import Any
 from async_grpo.config.docs import show
 from async_grpo.migrate.rules import (
     Convert,
-    Meant,
     KeyRule,
+    Meant,
     Untranslatable,
     boolean,
     by,

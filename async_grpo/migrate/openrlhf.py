@@ -23,8 +23,8 @@ from async_grpo.migrate.common import (
 )
 from async_grpo.migrate.rules import (
     Convert,
-    Meant,
     KeyRule,
+    Meant,
     Peer,
     Untranslatable,
     boolean,
