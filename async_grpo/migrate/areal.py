@@ -329,7 +329,7 @@ _RULES = (
     by("^actor.overlong_tokens", _asked("algorithm.overlong_buffer.len", "len")),
     by("^actor.overlong_penalty_factor",
        _asked("algorithm.overlong_buffer.penalty_factor", "factor")),
-    none("^actor.dynamic_sampling ^dynamic_bs ^rollout.dynamic_bs", "`replay.filter_groups`"),
+    none("^actor.dynamic_sampling ^dynamic_bs", "`replay.filter_groups`"),
     # ---- optimizer
     same("^actor.optimizer.lr", "learner.lr"),
     same("^actor.optimizer.weight_decay", "learner.weight_decay"),

@@ -1,5 +1,5 @@
 """References between keys, as hydra writes them: `${data.max_prompt_length}`, `${.n}`,
-`${oc.env:HOME,/tmp}`.
+`${oc.env:HOME,/tmp}`; and `???`, a value that is missing.
 
 Runs in: a terminal. Hides their grammar. Invariant: what refers to itself, to the environment or to
 something that the file does not hold stays as it is, and its key is named.
@@ -28,7 +28,7 @@ def resolve_all(given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
 
 def _is_open(value: Any) -> bool:
     parts = value if isinstance(value, list) else [value]
-    return any(isinstance(part, str) and "${" in part for part in parts)
+    return any(isinstance(part, str) and ("${" in part or part == "???") for part in parts)
 
 
 class _Resolver:

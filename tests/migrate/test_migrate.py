@@ -328,6 +328,14 @@ def test_tables_name_settings_and_agree_with_the_answers() -> None:
     assert others == set(OTHER_HOMES)
 
 
+def test_every_pattern_reaches_its_rule() -> None:
+    for peer in PEER_TABLES.values():
+        for rule in peer.rules:
+            for pattern in rule.keys.split():
+                key = pattern.lstrip("^").replace("*", "any")
+                assert rule in (peer.rule(key), peer.rule(f"algorithm.{key}")), pattern
+
+
 BARE = {
     "verl": {"data.train_batch_size": 64, "data.max_response_length": 64},
     "roll": {"rollout_batch_size": 64, "num_return_sequences_in_group": 8},

@@ -132,13 +132,14 @@ def test_references_are_replaced_where_the_file_holds_them() -> None:
             "round": "${trip}",
             "trip": "${round}",
             "nowhere": "x/${no.such}",
+            "missing": "???",
         }
     )
     assert values["a.copy"] == values["a.beside"] == values["b.c.above"] == 8
     assert values["text"] == "8 of 8" and values["list"] == [8, 1]
     assert (values["env"], values["selected"], values["not_selected"]) == (16, 8, 3)
     assert (values["nested"], values["decoded"]) == (8, 1e-3)
-    assert left == {"home", "round", "trip", "nowhere"}
+    assert left == {"home", "round", "trip", "nowhere", "missing"}
 
 
 def test_a_reference_that_grows_without_end_is_left() -> None:
