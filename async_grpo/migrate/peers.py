@@ -30,14 +30,14 @@ def recognise(source: Source, option: str = "") -> Peer:
     """Return the system that a file is of; `option` names it. Raises SetupError."""
     if option:
         return PEER_TABLES[option]
+    ours = {name for name, one in settings().items() if one.section and "." not in name}
+    if {key.partition(".")[0] for key in source.given} <= ours | {"seed"}:
+        raise SetupError(f"{source.name} has our own sections: run it as it is.")
     marks = {name: peer.marks(source) for name, peer in PEER_TABLES.items()}
     best = max(marks.values())
     found = [name for name, count in marks.items() if count == best]
     if best >= _SIGNS and len(found) == 1:
         return PEER_TABLES[found[0]]
-    ours = {name for name, one in settings().items() if one.section and "." not in name}
-    if {key.partition(".")[0] for key in source.given} <= ours | {"seed"}:
-        raise SetupError(f"{source.name} has our own sections: run it as it is.")
     known = ", ".join(peer.name for peer in PEER_TABLES.values())
     raise SetupError(
         f"{source.name} is not recognised as a configuration of {known}; say which with --from."

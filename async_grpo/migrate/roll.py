@@ -361,9 +361,9 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
 ROLL = Peer(
     name="ROLL",
     option="roll",
-    signs="num_return_sequences_in_group actor_train.* actor_infer.* async_generation_ratio "
-    "pg_clip is_num_return_sequences_expand ^rollout_batch_size dual_clip_loss add_token_level_kl "
-    "^exp_name",
+    signs="^num_return_sequences_in_group ^actor_train.* ^actor_infer.* ^async_generation_ratio "
+    "^pg_clip ^is_num_return_sequences_expand ^rollout_batch_size ^dual_clip_loss "
+    "^add_token_level_kl ^exp_name",
     programs=("start_rlvr_pipeline", "roll."),
     rules=_RULES,
     implied=_implied,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from async_grpo.config.recipes import recipes
+from async_grpo.errors import SetupError
 from async_grpo.migrate.__main__ import main, migrate
 from async_grpo.migrate.command_lines import arguments_of
 from async_grpo.migrate.interpolation import resolve_all
@@ -27,6 +29,16 @@ NAMES = sorted(path.name for path in FILES.iterdir())
 def test_a_file_is_recognised(name: str) -> None:
     peer = migrate(FILES / name).peer
     assert name.startswith(peer.option.replace("-", "_"))
+
+
+@pytest.mark.parametrize("recipe", recipes().values(), ids=lambda path: path.stem)
+def test_our_own_files_are_of_nobody_else(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="has our own sections"):
+        migrate(recipe)
+    misspelt = tmp_path / "their.yaml"
+    misspelt.write_text(recipe.read_text() + "\nlerner: {lr: 1e-6}\n")
+    with pytest.raises(SetupError, match="is not recognised"):
+        migrate(misspelt)
 
 
 @pytest.mark.parametrize(
