@@ -147,10 +147,10 @@ def _dual_clip(value: Any, source: Source) -> Meant:
 
 def _reward_range(value: Any, source: Source) -> Meant:
     low, high = pair(value)
-    told = spoken(["reward_clip_range"], value)
     if low != -high or high <= 0:
         raise Untranslatable("`algorithm.advantage_clip` is one number, for both sides")
-    return Meant({"algorithm.advantage_clip": high}, told or "clamped behind the group's baseline")
+    note = "behind the group's baseline; before whitening there, last of all here"
+    return Meant({"algorithm.advantage_clip": high}, note)
 
 
 def _correction(value: Any, source: Source) -> Meant:
