@@ -477,5 +477,6 @@ def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
         *PINS["base"],
         *PINS["extras"]["tasks"],
         *PINS["extras"]["agents"],
+        *PINS["extras"]["tune"],
         *PINS["extras"]["dev"],
     }

@@ -125,11 +125,11 @@ def without_engines(config: Config) -> Config:
     changes = {
         "layout": "split",
         "engine": cluster.engine.model_copy(update={"tensor_parallel_size": 1}),
-        "rollout_actors": cluster.rollout_actors.model_copy(update={"min": 0}),
+        "rollout_actors": cluster.rollout_actors.unchecked_copy(update={"min": 0}),
     }
-    return config.model_copy(
+    return config.unchecked_copy(
         update={
-            "cluster": cluster.model_copy(update=changes),
+            "cluster": cluster.unchecked_copy(update=changes),
             "weight_sync": sync.model_copy(update={"backend": "auto"}),
         }
     )

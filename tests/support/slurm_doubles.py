@@ -96,6 +96,8 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # a shell cannot trap what was ignored when it began, as SIGINT is in a background job
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def calls(self) -> list[Call]:
@@ -113,7 +115,11 @@ class Job:
         """
         training = self._calls.with_name("calls.training").exists
         for number, condition in zip(numbers, [training, self._saving, self._saving], strict=False):
-            wait_until(condition, 20, "the run's next phase")
+            try:
+                wait_until(condition, 20, "the run's next phase")
+            except AssertionError:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                raise
             self.process.send_signal(number)
 
     def _saving(self) -> bool:

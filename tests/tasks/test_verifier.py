@@ -213,7 +213,7 @@ async def gone(pids, deadline_s=20.0):
         ("give nothing", "wrong_type", "got NoneType", False),
         ("give number", "wrong_type", "got float", False),
         ("give other", "wrong_type", "the components", False),
-        ("give missing", "wrong_type", "no value for any of ['value']", False),
+        ("give missing", "wrong_type", r"no value for any of \['value'\]", False),
     ],
 )
 async def test_one_bad_response_harms_nothing_else(pool, response, reason, detail, replaced):
