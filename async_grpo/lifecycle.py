@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -31,7 +32,7 @@ from async_grpo.cluster.connection import Connection, uses_cluster
 from async_grpo.cluster.placement import without_engines
 from async_grpo.config.load import dump, resolve
 from async_grpo.config.schema import Config
-from async_grpo.errors import DirectoryTaken, RunError
+from async_grpo.errors import DirectoryTaken, RunError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
@@ -185,7 +186,14 @@ class Lifecycle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        self.stop("FINISHED" if error is None else "FAILED")
+        status: Status = "FAILED"
+        if error is None:
+            status = "KILLED" if self.stop_requested else "FINISHED"
+        elif isinstance(error, SystemExit):
+            status = "FAILED" if error.code else "KILLED"
+        elif isinstance(error, StopRequested | KeyboardInterrupt):
+            status = "KILLED"
+        self.stop(status)
 
     @property
     def steps_done(self) -> int:
@@ -209,8 +217,11 @@ class Lifecycle:
 
     @property
     def system(self) -> System:
-        """The running system, for those who want to look inside. Raises RunError without one."""
+        """The running system, for those who want to look inside. Raises RunError without one,
+        StopRequested where the run was asked to end before it started.
+        """
         if self._system is None:
+            self._stop_requested.check()
             raise RunError("the run is not started, or stopped already")
         return self._system
 
@@ -321,27 +332,27 @@ class Lifecycle:
         self._system = self._rerun = None
         self._connection, self._started = None, False
         orderly = status != "FAILED"
-        try:
-            if self._thread.is_alive():
-                try:
-                    self._finish_saving(failed=not orderly)
-                    tracked = self._speed is not None and self._log.tracker is not None
-                    if tracked and (errors := self._speed.end()):
-                        self._log.logged(self._log.newest_step, errors)
-                finally:
-                    if running is not None:
-                        self._run(running.stop(orderly=orderly))
-        finally:
+        with ExitStack() as last:  # the last one that is named comes first, whatever the others do
+            last.callback(self.console.stopped, status)
+            last.callback(self._lock.release)
+            last.callback(self._end_loop)
+            last.callback(self._conclude, status, ending, report=not repeated)
             if connection is not None:
-                connection.close()
-            self._conclude(status, ending, report=not repeated)
+                last.callback(connection.close)
+            if running is not None:
+                last.callback(lambda: self._run(running.stop(orderly=orderly)))
             if self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(timeout=10)
-                if not self._thread.is_alive():
-                    self._loop.close()
-            self._lock.release()
-            self.console.stopped(status)
+                self._finish_saving(failed=not orderly)
+                tracked = self._speed is not None and self._log.tracker is not None
+                if tracked and (errors := self._speed.end()):
+                    self._log.logged(self._log.newest_step, errors)
+
+    def _end_loop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def _conclude(
         self, status: Status, ending: tuple[int, str] | None, *, report: bool = True
@@ -363,6 +374,9 @@ class Lifecycle:
         )
 
     def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RunError("a coroutine of the run cannot wait for a call of its trainer")
         return self._stop_requested.run(work, self._loop, stoppable=stoppable)
 
     @property

@@ -43,7 +43,7 @@ from typing import Any, Protocol
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.errors import Stalled, StopRequested
+from async_grpo.errors import LearnerLost, Stalled, StopRequested
 from async_grpo.planning import RowMath
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LEARNER_PREFIX, LearnerTime, TimeByCause
 from async_grpo.wire.codec import Batch
@@ -154,6 +154,8 @@ class Loop:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.steps_done = self._published = steps_done
         self._row_math = RowMath(config, weights, row_state)
+        self._interrupted = 0
+        """The step that was cancelled while it trained; 0: none."""
         self.stopping = False
         """Whether to give up waiting for groups."""
         self.phase = BETWEEN
@@ -217,7 +219,12 @@ class Loop:
         return comparison
 
     async def step(self) -> dict[str, float]:
-        """Train one learner step; its metrics."""
+        """Train one learner step; its metrics. Raises LearnerLost behind an interrupted one."""
+        if self._interrupted:
+            number, self._interrupted = self._interrupted, 0
+            raise LearnerLost(
+                f"learner step {number} was interrupted, and how far its ranks came is not known"
+            )
         step, started = self.steps_done + 1, time.perf_counter()
         self.phase = f"waiting for the groups of learner step {step}"
         with self.time.during("starved"):
@@ -226,8 +233,12 @@ class Loop:
             self._samples.take(batch)
         self.phase = f"training learner step {step}"
         taken = time.perf_counter()
-        with self.time.during("working"):
-            sums, metrics = await self._guard(self._train(batch))
+        try:
+            with self.time.during("working"):
+                sums, metrics = await self._guard(self._train(batch))
+        except asyncio.CancelledError:  # Ctrl-C in a notebook, which may go on
+            self._interrupted = step
+            raise
         trained = time.perf_counter()
         self.steps_done = step
         published = 0.0

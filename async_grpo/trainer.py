@@ -82,7 +82,10 @@ class Trainer(Lifecycle):
         publication goes on while the caller has the result, as between the steps of `train`; at
         the end the newest weights are live. The caller may save, evaluate, restore or break.
         """
-        self.start()
+        try:
+            self.start()
+        except StopRequested:  # before there was anything to train
+            return
         began = before = time.monotonic()
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
         if self.steps_done >= self.total_steps:
@@ -146,14 +149,19 @@ class Trainer(Lifecycle):
         """
         path = Path(path).expanduser().resolve()
         if self._system is not None:
+            self._run(self._log.saver.wait())  # one under way may prune this one
             origin = Origin(path, verified(path)["step"])
-            own = path.parent.parent == self.run_dir.resolve()
+            own = path == checkpoint.path_for(self.run_dir.resolve(), origin.step)
             if not own or origin.step > self.steps_done:
                 raise RunError(
                     f"{path} is no earlier checkpoint of {self.run_dir}, and a run that is started "
                     "goes back in its own history only; use Trainer.from_checkpoint"
                 )
             self._run(self.system.restore(origin))
+            self.finished = None
+            self.evaluations = [one for one in self.evaluations if one[0] <= origin.step]
+            self._log.callbacks.tell("on_restore", origin.step)
+            self._log.callbacks.deliver(self)
             self.console.info(f"went back to step {self.steps_done}, the checkpoint {path}")
             return
         if self._connection is not None:
@@ -204,6 +212,9 @@ class Trainer(Lifecycle):
         """Run a coroutine of the running system, such as `trainer.system.learner.get_weights()` or
         `trainer.system.actors.foreach_actor(...)`, and wait for its result.
         """
+        if not self._started:
+            work.close()
+            raise RunError("the run is not started, or stopped already")
         return self._run(work)
 
     def finish(self, why: str) -> None:

@@ -114,15 +114,17 @@ def _train(settings: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
         trainer.start()
         if config.evaluation.before and not trainer.steps_done:
             trainer.evaluate()
-        every, last = config.checkpoint.every_steps, None
+        every, result = config.checkpoint.every_steps, {"training_iteration": trainer.steps_done}
         for result in trainer:
             if result.pop("done"):
-                last = result
                 break
             if every and result["training_iteration"] % every == 0:
                 trainer.save()  # complete, since Tune may end the trial at its report
+            if trainer.finished is not None:  # by a callback, while it was saved
+                break
             reports.report(result)
-        if last is not None:  # None: it began from a checkpoint of its last step
-            trainer.save()
-            trainer.evaluate()
-            reports.report(last)
+        if "train/loss" not in result and not reports.evaluation:
+            return  # it began from a checkpoint of its last step
+        trainer.save()
+        trainer.evaluate()
+        reports.report(result)

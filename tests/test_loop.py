@@ -19,7 +19,7 @@ import torch
 from async_grpo.algo.advantages import row_advantages
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, SetupError, Stalled
+from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES
@@ -448,6 +448,26 @@ def test_a_failure_ends_training_at_once() -> None:
         assert "end" not in run.events
 
     asyncio.run(scenario())
+
+
+def test_a_step_that_was_interrupted_is_not_gone_on_with() -> None:
+    """The ranks may be anywhere in it: they are brought back, as after a death."""
+
+    async def scenario() -> None:
+        run = Fakes(config(timeout_s=1000))
+        run.training = asyncio.Event()
+        step = asyncio.create_task(run.loop.step())
+        await asyncio.sleep(0.02)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        run.training.set()
+        with pytest.raises(LearnerLost, match="learner step 1 was interrupted"):
+            await run.loop.step()
+        await run.loop.step()
+        assert run.loop.steps_done == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_stalled_queue_ends_the_run_with_its_counts() -> None:

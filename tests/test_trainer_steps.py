@@ -7,10 +7,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_grpo import Callback, RunError, Trainer
 from async_grpo import run as command
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
+from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
@@ -143,6 +145,81 @@ def test_a_signal_drains_the_steps_and_the_script_goes_on(number: int, tmp_path:
             assert steps(results) == [1, 2] and results[-1]["done"] and trainer.stop_requested
         assert signal.getsignal(number) == before
         assert trainer.save().name == "step_000002"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "FINISHED"),
+        (KeyError("x"), "FAILED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(0), "KILLED"),
+        (SystemExit(3), "FAILED"),
+    ],
+    ids=repr,
+)
+def test_a_run_ends_as_its_block_does(
+    error: BaseException | None, status: str, tmp_path: Path
+) -> None:
+    ended: list[str] = []
+
+    class Ends(Callback):
+        def on_end(self, trainer: Trainer, status: str) -> None:
+            ended.append(status)
+
+    with (
+        pytest.raises(type(error)) if error is not None else nullcontext(),
+        trained(tmp_path, Ends()) as (trainer, _),
+    ):
+        trainer.train(1)
+        if error is not None:
+            raise error
+    assert ended == [status]
+
+
+def test_who_is_asked_to_end_while_it_starts_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(trainer: Trainer, *_: Any) -> None:
+        trainer.request_stop()
+        trainer._stop_requested.check()
+
+    monkeypatch.setattr(Trainer, "_start_system", asked)
+    with pytest.raises(StopRequested), trained(tmp_path) as (trainer, _), trainer.draining():
+        assert list(trainer) == []
+        trainer.save()
+
+
+def test_calls_at_the_wrong_time_are_one_sentence(tmp_path: Path) -> None:
+    async def nothing() -> int:
+        return 1
+
+    async def again(trainer: Trainer) -> None:
+        trainer.train(1)
+
+    with trained(tmp_path) as (trainer, _):
+        with pytest.raises(RunError, match="the run is not started"):
+            trainer.call(nothing())
+        trainer.train(1)
+        assert trainer.call(nothing()) == 1
+        with pytest.raises(RunError, match="cannot wait for a call of its trainer"):
+            trainer.call(again(trainer))
+    with pytest.raises(RunError, match="the run is not started, or stopped already"):
+        trainer.call(nothing())
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own_history_only(tmp_path: Path) -> None:
+    with trained(tmp_path) as (trainer, _):
+        trainer.train(2)
+        path = trainer.save()
+        aside = path.with_name(f"{path.name}.superseded-1")
+        shutil.copytree(path, aside)
+        trainer.train(1)
+        with pytest.raises(RunError, match="is no earlier checkpoint of"):
+            trainer.restore(aside)
+        trainer.finish("enough")
+        trainer.restore(path)
+        assert steps(list(trainer)) == [3, 4, 5, 6]
 
 
 def test_draining_is_for_the_main_thread(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class Callback:
     def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
         """Act once a checkpoint is complete."""
 
+    def on_restore(self, trainer: Trainer, step: int) -> None:
+        """Act once the run went back to the checkpoint of an earlier step."""
+
     def on_fault(self, trainer: Trainer, text: str) -> None:
         """Act after a process died, or a checkpoint failed, and the run goes on. text: a line."""
 
@@ -93,17 +96,25 @@ class Callbacks:
         try:
             while self._waiting:
                 event, details = self._waiting.popleft()
+                errors: list[Exception] = []
                 for one in self._called:
-                    self._call(one, event, trainer, *details)
+                    own = [dict(part) if isinstance(part, dict) else part for part in details]
+                    try:
+                        self._call(one, event, trainer, *own)
+                    except RunError as error:  # the others hear the event all the same
+                        errors.append(error)
+                if errors:
+                    raise errors[0]
         finally:
             self._delivering.release()
 
     def _call(self, one: Callback, event: str, *arguments: Any) -> None:
         try:
             getattr(one, event)(*arguments)
-        except RunError:  # of a call of the trainer
-            raise
         except Exception as error:
+            ends = isinstance(error, RunError) and error.exit_code != RunError.exit_code
+            if ends:  # the run, whatever its callbacks may do: it came from a call of the trainer
+                raise
             kind = type(one)
             what = (
                 f"callback {kind.__module__}:{kind.__qualname__} raised in {event}: "

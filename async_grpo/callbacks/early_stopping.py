@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
 
-MOST_WITHOUT = 3
+MOST_WITHOUT = 20
 """Learner steps, or evaluations, without the metric before its name is taken for a mistake."""
 
 
@@ -62,6 +62,10 @@ class EarlyStopping(Callback):
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Look at the metrics of an evaluation."""
         self._look(trainer, step, metrics)
+
+    def on_restore(self, trainer: Trainer, step: int) -> None:
+        """Begin anew: what was seen after `step` is taken back."""
+        self._best, self._worse = -math.inf, 0
 
     def _look(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric not in metrics:

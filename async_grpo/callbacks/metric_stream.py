@@ -1,8 +1,9 @@
 """Streams a run's events as JSON lines, to a file, a named pipe or a URL.
 
 Runs in: the driver, with a thread of its own, so that a reader who is slow or gone costs no
-training. Invariant: lines leave in their order; what does not fit `BACKLOG` lines is dropped, and
-said in the line after it (`dropped`).
+training. Invariants: lines leave in their order; a reader who does not take them is tried again,
+and the run goes on; what does not fit `BACKLOG` lines meanwhile is dropped, and counted in the next
+line (`dropped`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import stat
 import threading
 import time
 import urllib.request
+from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,31 +28,35 @@ if TYPE_CHECKING:
 BACKLOG = 10_000
 REQUEST_S = 10.0
 CLOSE_S = 10.0
-MOST_PER_REQUEST = 1_000
+MOST_AT_ONCE = 1_000
 PAUSE_S = 1.0
-"""Between two requests."""
+"""Between two requests, and two attempts at a reader that is not there."""
 
 
 class MetricStream(Callback):
     """Writes a JSON line per event: {"event", "time", "run", "step", ...and its metrics}.
 
     A URL gets them as POST requests of type application/x-ndjson, at most one a second; a named
-    pipe once somebody reads it. An error of the reader's side is raised at the next event.
+    pipe once somebody reads it. A file that cannot be written is an error of `on_start`.
     """
 
     def __init__(self, to: str) -> None:
         """to: path, or a URL that begins with http:// or https://."""
-        self._to = to
+        self._to, self._path = to, Path(to).expanduser()
         self._remote = to.startswith(("http://", "https://"))
-        self._ending = threading.Event()
-        self._lines: queue.Queue[str | None] = queue.Queue(BACKLOG)
+        self._lines: deque[str] = deque()
         self._dropped = 0
-        self._failure: Exception | None = None
+        self._change, self._ending = threading.Condition(), False
+        self._trouble = ""
+        """Why the reader takes nothing, until that has been said."""
         self._thread: threading.Thread | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin to write."""
-        self._thread = threading.Thread(target=self._write, name="metric-stream", daemon=True)
+        """Begin to write. Raises OSError."""
+        if not self._remote and not _is_pipe(self._path):
+            with open(self._path, "ab"):
+                pass
+        self._thread = threading.Thread(target=self._run, name="metric-stream", daemon=True)
         self._thread.start()
         self._say(trainer, "start", trainer.steps_done, {"total_steps": trainer.total_steps})
 
@@ -70,6 +76,10 @@ class MetricStream(Callback):
         """Write the path."""
         self._say(trainer, "checkpoint", step, {"path": str(path)})
 
+    def on_restore(self, trainer: Trainer, step: int) -> None:
+        """Write that the steps after `step` are taken back."""
+        self._say(trainer, "restore", step, {})
+
     def on_fault(self, trainer: Trainer, text: str) -> None:
         """Write the line."""
         self._say(trainer, "fault", trainer.steps_done, {"text": text})
@@ -79,71 +89,109 @@ class MetricStream(Callback):
         if self._thread is None:
             return
         self._say(trainer, "end", trainer.steps_done, {"status": status})
-        self._ending.set()
-        late = TimeoutError(f"{self._to} did not take all lines within {CLOSE_S:g} s")
-        try:
-            self._lines.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            raise late from None
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            raise late
-        self._check()
+        with self._change:
+            self._ending = True
+            self._change.notify()
+        self._thread.join(CLOSE_S + REQUEST_S)
+        if self._lines or self._dropped:
+            trainer.console.error(
+                f"metric_stream: {self._to} did not take the last {len(self._lines)} lines, and "
+                f"{self._dropped} before them"
+            )
 
     def _say(self, trainer: Trainer, event: str, step: int, facts: dict[str, Any]) -> None:
-        self._check()
+        trouble, self._trouble = self._trouble, ""
+        if trouble:
+            trainer.console.error(f"metric_stream: {self._to} takes no lines now: {trouble}")
         head = {"event": event, "time": time.time(), "run": trainer.config.run.name, "step": step}
-        if self._dropped:
-            head["dropped"] = self._dropped
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in facts.items()
         }
-        try:
-            self._lines.put_nowait(json.dumps({**finite, **head}) + "\n")
-            self._dropped = 0
-        except queue.Full:
-            self._dropped += 1
+        with self._change:
+            if len(self._lines) >= BACKLOG:
+                self._dropped += 1
+                return
+            if self._dropped:
+                head["dropped"], self._dropped = self._dropped, 0
+            self._lines.append(json.dumps({**finite, **head}) + "\n")
+            self._change.notify()
 
-    def _check(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise RuntimeError(f"{self._to} did not take the lines: {failure}") from failure
+    def _run(self) -> None:
+        with _Poster(self._to) if self._remote else _Appender(self._path) as sender:
+            self._send_all(sender)
 
-    def _write(self) -> None:
-        ended, file = False, -1
-        while not ended:
-            lines = [self._lines.get()]
-            while len(lines) < MOST_PER_REQUEST and not self._lines.empty():
-                lines.append(self._lines.get_nowait())
-            ended = lines[-1] is None
-            data = "".join(line for line in lines if line is not None).encode()
+    def _send_all(self, sender: _Poster | _Appender) -> None:
+        """Send what there is, until the end; what was not taken again and again."""
+        said, until = "", math.inf
+        while time.monotonic() < until:
+            with self._change:
+                if self._ending:
+                    until = min(until, time.monotonic() + CLOSE_S)
+                if not self._lines:
+                    if self._ending:
+                        return
+                    self._change.wait()
+                    continue
+                lines = [self._lines[at] for at in range(min(len(self._lines), MOST_AT_ONCE))]
             try:
-                if self._remote and data:
-                    self._post(data)
-                elif data:
-                    file = self._open() if file < 0 else file
-                    while data:
-                        data = data[os.write(file, data) :]
-            except (OSError, ValueError) as error:  # a URLError is an OSError
-                self._failure = error
-                if file >= 0:  # a reader that has gone may come back
-                    os.close(file)
-                    file = -1
-            if self._remote and not ended:
-                self._ending.wait(PAUSE_S)
-        if file >= 0:
-            os.close(file)
+                sender.send("".join(lines).encode())
+            except OSError as error:  # an error of urllib is one
+                if str(error) != said:
+                    said = self._trouble = str(error)
+            else:
+                said = ""
+                with self._change:
+                    for _ in lines:
+                        self._lines.popleft()
+                if not self._remote:
+                    continue
+            with self._change:  # the end is worth another attempt at once
+                self._change.wait_for(lambda: self._ending, PAUSE_S)
+            if self._ending and said:
+                time.sleep(min(PAUSE_S, 0.1))
 
-    def _post(self, data: bytes) -> None:
+
+class _Poster(AbstractContextManager["_Poster"]):
+    """Posts to a URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def send(self, data: bytes) -> None:
+        """Post it. Raises OSError, as urllib's errors are."""
         kind = {"Content-Type": "application/x-ndjson"}
-        request = urllib.request.Request(self._to, data, kind, method="POST")
+        request = urllib.request.Request(self._url, data, kind, method="POST")
         urllib.request.urlopen(request, timeout=REQUEST_S).close()
 
-    def _open(self) -> int:
-        """Open the file; a named pipe, as soon as somebody reads it."""
-        path = Path(self._to).expanduser()
-        flags = os.O_WRONLY | os.O_APPEND
-        if path.exists() and stat.S_ISFIFO(path.stat().st_mode):
-            return os.open(path, flags)
-        return os.open(path, flags | os.O_CREAT, 0o644)
+
+class _Appender(AbstractContextManager["_Appender"]):
+    """Appends to a file or a named pipe, which it opens when there is something to write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, -1
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def send(self, data: bytes) -> None:
+        """Write all of it. Raises OSError; then nothing is known to have been taken."""
+        try:
+            if self._file < 0:
+                # does not wait for a reader of a pipe: without one it is an error
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+                self._file = os.open(self._path, flags, 0o644)
+                os.set_blocking(self._file, True)
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            self.__exit__()
+            raise
+
+
+def _is_pipe(path: Path) -> bool:
+    return path.exists() and stat.S_ISFIFO(path.stat().st_mode)

@@ -72,9 +72,11 @@ class Connection:
     def close(self) -> None:
         """Leave Ray as it was, or end the cluster that was started here."""
         ending = descendants()
-        self.session.close()
-        stacks.end(self._stacks)
-        self.remove_leftovers(ending=ending)
+        try:
+            self.session.close()
+        finally:
+            stacks.end(self._stacks)
+            self.remove_leftovers(ending=ending)
 
 
 async def _import_system() -> ModuleType:

@@ -89,15 +89,18 @@ class LearnerSupervisor:
                 "Trainer.from_checkpoint"
             )
         self._loop.phase = f"going back to the checkpoint of step {origin.step}"
-        await self._saver.wait()
         self._learner.kill()
         with self._loop.time.during("restarting"):
-            async with self._coordinator.without_learner():
-                await self._discard(origin, reached, "the user went back")
-                self._origin = min(self._origin, origin, key=lambda one: one.step)
-                await self._learner.start(origin.learner)
-                await self._repeat(origin, origin.step)
-                await self._coordinator.relink(origin.step, run_epoch=self.run_epoch)
+            try:
+                async with self._coordinator.without_learner():
+                    await self._discard(origin, reached, "the user went back")
+                    self._origin = min(self._origin, origin, key=lambda one: one.step)
+                    self._loop.go_back(origin.step, None)
+                    await self._learner.start(origin.learner)
+                    await self._repeat(origin, origin.step)
+                    await self._coordinator.relink(origin.step, run_epoch=self.run_epoch)
+            except (LearnerLost, TransferStuck) as error:  # a death like any other
+                await self._bring_back(error, blame=False)
 
     async def surviving(
         self, work: Callable[[], Awaitable[Result]], *, blame: bool = False

@@ -11,6 +11,7 @@ rollout actors have none, and a limit that waiting calls cannot reach instead.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import socket
@@ -50,11 +51,12 @@ class RolloutProcess(RolloutActor):
         super().__init__(config, actor_id=actor_id, queue=handle, **place)
 
     async def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call function(this actor, *arguments) here, and await what it returns where it is to be
-        awaited.
+        """Call function(this actor, *arguments) here: on the event loop if it is a coroutine
+        function, else in a thread.
         """
-        result = function(self, *arguments)
-        return await result if inspect.isawaitable(result) else result
+        if inspect.iscoroutinefunction(function):
+            return await function(self, *arguments)
+        return await asyncio.to_thread(function, self, *arguments)
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""

@@ -251,7 +251,8 @@ class ActorManager:
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float = FOREACH_TIMEOUT_S
     ) -> dict[str, Any]:
         """Call function(actor, *arguments) in the process of every healthy actor, at once; actor is
-        its `RolloutActor`. Results by id; for one that raised, died or did not answer the error.
+        its `RolloutActor`, on whose event loop a coroutine function runs, another one in a thread.
+        Results by id; for one that raised, died or did not answer the error.
         """
 
         async def ask(engine: RemoteEngine) -> Any:
@@ -278,13 +279,13 @@ class ActorManager:
         engines = self.alive()
         if not engines:
             raise RunError("no rollout actor is alive now; ask again")
+        calls = [
+            engines[index % len(engines)].handle.generate.remote(prompt, asked)
+            for index, prompt in enumerate(prompts)
+        ]
+        limit = self._config.watchdog.step_timeout_s
         try:
-            return await asyncio.gather(
-                *[
-                    engines[index % len(engines)].handle.generate.remote(prompt, asked)
-                    for index, prompt in enumerate(prompts)
-                ]
-            )
+            return await asyncio.wait_for(asyncio.gather(*calls), limit)
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RunError) else error) from error
         except ray.exceptions.RayError as error:

@@ -37,6 +37,7 @@ from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.thirdparty import pynvml
+from ray.util import client
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -87,6 +88,11 @@ class RaySession:
         start one for `processes` on loopback. check: called while the node is waited for; what it
         raises ends the start. Raises SetupError.
         """
+        if client.ray.is_connected():
+            raise SetupError(
+                "this process is a client of a Ray cluster (ray://), and a run needs to be in it: "
+                "submit the script with `ray job submit`, or start it on a node of the cluster"
+            )
         if ray.is_initialized():
             return cls(local=False, lent=True, given=_given())
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -321,10 +327,12 @@ class RaySession:
         """Free the reservations and disconnect; a cluster started here ends, a Ray that the caller
         had initialised stays.
         """
-        for group in list(self._groups):
-            self._remove(group)
-        if not self.lent:
-            ray.shutdown()
+        try:
+            while self._groups and ray.is_initialized():
+                self._remove(self._groups[-1])
+        finally:
+            if not self.lent:
+                ray.shutdown()
 
     def _remove(self, group: PlacementGroup) -> None:
         if group in self._groups:

@@ -313,7 +313,7 @@ class System:
 
     async def restore(self, origin: Origin) -> None:
         """Go back to an earlier checkpoint of this run."""
-        await self.loop.finish()
+        await self.settle()
         await self.supervisor.restore(origin)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:

@@ -65,7 +65,8 @@ class Section(BaseModel):
         """Copy with other values, checked like any. Raises pydantic's ValidationError."""
         if update is None:
             return super().model_copy(deep=deep)
-        given = {name: getattr(self, name) for name in self.model_fields_set}
+        whole = super().model_copy(deep=deep)
+        given = {name: getattr(whole, name) for name in self.model_fields_set}
         return type(self).model_validate(given | dict(update))
 
     def unchecked_copy(self, *, update: Mapping[str, Any]) -> Self:

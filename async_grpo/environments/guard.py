@@ -65,7 +65,12 @@ def _guard(child: int, actor: int) -> None:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     end_below()
-    os._exit(code if (code := os.waitstatus_to_exitcode(status)) >= 0 else 128 - code)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _end_with(guard: int, above: int) -> None:

@@ -143,6 +143,10 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self._process.wait()
+            if self._process.returncode is None:  # what is below it ends what it has started
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await asyncio.sleep(_GRACE_S)
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import pytest
 from async_grpo.callbacks.base import Callback, CallbackFailed, Callbacks
 from async_grpo.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
 from async_grpo.callbacks.registry import make_callbacks
-from async_grpo.errors import RunError, SetupError
+from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 
 EVENTS = ("start", "step", "publication", "evaluation", "checkpoint", "fault", "end")
 
@@ -87,16 +87,47 @@ def test_an_error_is_counted_where_that_is_asked_for() -> None:
     assert [result for _, result in sound.heard] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("on_error", ["fail", "count"])
-def test_an_error_of_the_run_is_no_error_of_the_callback(on_error: Any) -> None:
-    class Saves(Callback):
-        def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
-            raise RunError("the disk is full")
+class Raises(Callback):
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
-    callbacks = Callbacks([Saves()], on_error, error=pytest.fail)
+    def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("on_error", ["fail", "count"])
+def test_what_ends_the_run_is_no_error_of_the_callback(on_error: Any) -> None:
+    callbacks = Callbacks([Raises(FaultBudgetSpent("the disk is full"))], on_error)
     callbacks.tell("on_step", {})
-    with pytest.raises(RunError, match=r"^the disk is full$"):
+    with pytest.raises(FaultBudgetSpent, match=r"^the disk is full$"):
         callbacks.deliver(None)
+
+
+def test_what_the_trainer_refuses_is_an_error_of_the_callback() -> None:
+    said: list[str] = []
+    callbacks = Callbacks([Raises(RunError("no room"))], "count", error=said.append)
+    callbacks.tell("on_step", {})
+    callbacks.deliver(None)
+    assert callbacks.errors == 1 and "Raises raised in on_step: RunError: no room" in said[0]
+    callbacks = Callbacks([Raises(RunError("no room"))])
+    callbacks.tell("on_step", {})
+    with pytest.raises(CallbackFailed, match="Raises raised in on_step"):
+        callbacks.deliver(None)
+
+
+def test_all_hear_an_event_whoever_of_them_fails_and_each_has_its_own_result() -> None:
+    class Changes(Keeps):
+        def on_step(self, trainer: Any, result: dict[str, Any]) -> None:
+            super().on_step(trainer, dict(result))
+            result["loss"] = None
+
+    first, broken, last = Changes(), Raises(KeyError("x")), Keeps()
+    callbacks = Callbacks([first, broken, last])
+    result = {"loss": 1.0}
+    callbacks.tell("on_step", result)
+    with pytest.raises(CallbackFailed):
+        callbacks.deliver(None)
+    assert first.heard[0][1] == last.heard[0][1] == result == {"loss": 1.0}
 
 
 def test_callbacks_are_made_by_name() -> None:

@@ -75,6 +75,9 @@ class System:
             raise StorageFailure("no space")
         return {"segment": 1}, Written(nbytes=1, in_memory=False, note="", updates=1)
 
+    async def restore(self, origin: Any) -> None:
+        self.steps_done = origin.step
+
     async def finish_save(self, directory: Path) -> dict[str, Any]:
         for path in (directory / "learner" / "state.pt", directory / "hf" / "model.safetensors"):
             path.parent.mkdir(parents=True, exist_ok=True)
