@@ -15,19 +15,19 @@ its run. Hides how a trial becomes a run:
 
     placement group of the trial: [driver] [rank 0] ... [engine 0] ...    (`cluster.bundles`)
     parameters of the trial:      settings, `section.key` -> value
-    a report:                     the metrics of a learner step, and of the newest evaluation
-    a checkpoint of the trial:    one of the run (`checkpoint.every_steps`, and the last), with the
-                                  report of its step
+    a result:                     the metrics of a learner step, and of the newest evaluation
+    a checkpoint of the trial:    one of the run, when Tune asks for it
 
-Invariant: a trial has a directory, ports and an MLflow run of its own; one that begins from
-another's checkpoint goes on from its weights, optimizer and step, with its own parameters.
+Invariants: a trial has a directory, ports and an MLflow run of its own; one that begins from
+another's checkpoint goes on from its weights, optimizer and step, with its own parameters; whatever
+ends a trial (its last step, a scheduler, an error) ends its run in order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ def resources(config: Config) -> tune.PlacementGroupFactory:
     return tune.PlacementGroupFactory(bundles(config, gpus=float(gpus)))
 
 
-def trainable(
-    config: Config | str | Path, overrides: Sequence[str] = ()
-) -> Callable[[dict[str, Any]], None]:
+def trainable(config: Config | str | Path, overrides: Sequence[str] = ()) -> type[tune.Trainable]:
     """Make a run a trainable of Ray Tune, with the resources that it needs.
 
     config: or a YAML file or recipe, to which the `section.key=value` overrides apply. Parameters
@@ -64,67 +62,89 @@ def trainable(
     """
     if not isinstance(config, Config):
         config = load_config(config, overrides)
-    settings = config.model_dump(mode="json")
+    kept = config.model_dump(mode="json")
 
-    def trial(parameters: dict[str, Any]) -> None:
-        _train(settings, parameters)
+    class AsyncGRPO(Trial):
+        """The trial of one configuration."""
 
-    return tune.with_resources(trial, resources(config))
+        settings = kept
+
+    return tune.with_resources(AsyncGRPO, resources(config))
 
 
-class _Reports(Callback):
-    """What the next report of a trial has besides its step: evaluation and checkpoint."""
+class _Newest(Callback):
+    """Keeps the metrics of the newest evaluation."""
 
     def __init__(self) -> None:
-        self.evaluation: dict[str, float] = {}
-        self.checkpoint: Path | None = None
+        self.metrics: dict[str, float] = {}
 
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Keep the newest."""
-        self.evaluation = metrics
-
-    def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
-        """Keep the newest."""
-        self.checkpoint = path
-
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Report a step, and what there is."""
-        path, self.checkpoint = self.checkpoint, None
-        tune.report(
-            {**metrics, **self.evaluation},
-            checkpoint=None if path is None else tune.Checkpoint.from_directory(path),
-        )
+        """Keep them."""
+        self.metrics = metrics
 
 
-def _train(settings: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    """Play the run of a trial; runs in the trial's process."""
-    trial, run = tune.get_context().get_trial_id(), settings["run"]
-    chosen = {
-        "run.dir": str(Path(run["dir"]) / trial),
-        "run.name": f"{run['name']}-{trial}",
-        **parameters,
-    }
-    with ExitStack() as stack:
-        if (begin := tune.get_checkpoint()) is not None:
-            chosen["checkpoint.resume"] = str(stack.enter_context(begin.as_directory()))
+class Trial(tune.Trainable):
+    """A run as Ray Tune drives it: a learner step at a time. `settings`: of the configuration."""
+
+    settings: Mapping[str, Any]
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Take the parameters. The run starts with its first step, or from a checkpoint."""
+        self._parameters = config
+        self._evaluation = _Newest()
+        self._trainer: Trainer | None = None
+        self._steps: Iterator[dict[str, Any]] = iter(())
+        self._done = False
+
+    def step(self) -> dict[str, Any]:
+        """Train a learner step; its result. The last one is saved and evaluated first."""
+        try:
+            trainer = self._trainer or self._start(None)
+            result = next(self._steps, None)
+            if result is None:  # asked to end, or nothing was left to train
+                result = {"training_iteration": trainer.steps_done, "done": True}
+            self._done = bool(result["done"])
+            if self._done:
+                trainer.save()
+                trainer.evaluate()
+        except BaseException:
+            self._stop("FAILED")
+            raise
+        return {**result, **self._evaluation.metrics}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save the run, and copy its checkpoint into Tune's directory."""
+        assert self._trainer is not None, "Tune saves a trial after a step"
+        shutil.copytree(self._trainer.save(), checkpoint_dir, dirs_exist_ok=True)
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Begin from this checkpoint, of this trial or of another."""
+        self._stop("KILLED")
+        self._start(checkpoint)
+
+    def cleanup(self) -> None:
+        """End the run in order, as Tune ends the trial."""
+        self._stop("FINISHED" if self._done else "KILLED")
+
+    def _start(self, checkpoint: str | None) -> Trainer:
+        trial, run = self.trial_id, self.settings["run"]
+        chosen = {
+            "run.dir": str(Path(run["dir"]) / trial),
+            "run.name": f"{run['name']}-{trial}",
+            **self._parameters,
+        }
+        if checkpoint is not None:
+            chosen["checkpoint.resume"] = checkpoint
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
-        config = load_settings(settings, overrides, source=f"trial {trial}")
-        reports = _Reports()
-        trainer = stack.enter_context(Trainer(config, callbacks=[reports]))
+        config = load_settings(self.settings, overrides, source=f"trial {trial}")
+        trainer = self._trainer = Trainer(config, callbacks=[self._evaluation])
         trainer.start()
         if config.evaluation.before and not trainer.steps_done:
             trainer.evaluate()
-        every, result = config.checkpoint.every_steps, {"training_iteration": trainer.steps_done}
-        for result in trainer:
-            if result.pop("done"):
-                break
-            if every and result["training_iteration"] % every == 0:
-                trainer.save()  # complete, since Tune may end the trial at its report
-            if trainer.finished is not None:  # by a callback, while it was saved
-                break
-            reports.report(result)
-        if "train/loss" not in result and not reports.evaluation:
-            return  # it began from a checkpoint of its last step
-        trainer.save()
-        trainer.evaluate()
-        reports.report(result)
+        self._steps = trainer.steps()
+        return trainer
+
+    def _stop(self, status: Any) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.stop(status)

@@ -4,6 +4,7 @@ checkpoint with another learning rate; and a run that a task of Ray drives.
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def config(tmp_path: Path) -> Any:
     ray.shutdown()
 
 
-def fit(config: Config, storage: Path, **options: Any) -> list[Any]:
+def fit(config: Config, storage: Path, *, stop: Any = None, **options: Any) -> list[Any]:
     tuner = tune.Tuner(
         trainable(config),
         param_space={"learner.lr": tune.grid_search([1e-4, 1e-2])},
@@ -39,7 +40,8 @@ def fit(config: Config, storage: Path, **options: Any) -> list[Any]:
         run_config=tune.RunConfig(
             name="sweep",
             storage_path=str(storage),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
+            stop=stop,
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
         ),
     )
     found = list(tuner.fit())
@@ -47,8 +49,17 @@ def fit(config: Config, storage: Path, **options: Any) -> list[Any]:
     return found
 
 
+def check_ended(home: Path, status: str) -> None:
+    """The run in this directory has ended in order, and nothing of it is left."""
+    assert not (home / "lock.json").exists()
+    with sqlite3.connect(home / "mlflow.db") as database:
+        assert database.execute("select status from runs").fetchall() == [(status,)]
+    assert not list(Path("/dev/shm").glob(f"async_grpo-*{home.name}*"))
+
+
 def test_two_trials_at_once_keep_apart(config: Config, tmp_path: Path) -> None:
-    found = fit(config, tmp_path / "tune", metric="rollout/score", mode="max")
+    tracked = config.model_copy(update={"tracking": {"report": False, "system_metrics": False}})
+    found = fit(tracked, tmp_path / "tune", metric="rollout/score", mode="max")
     frames = [one.metrics_dataframe for one in found]
     for lr, one, frame in zip([1e-4, 1e-2], found, frames, strict=True):
         assert list(frame["training_iteration"]) == [1, 2, 3, 4, 5, 6]
@@ -61,6 +72,24 @@ def test_two_trials_at_once_keep_apart(config: Config, tmp_path: Path) -> None:
     homes = sorted((tmp_path / "runs").iterdir())
     assert len(homes) == 2 and all((home / "metrics.jsonl").exists() for home in homes)
     assert max(begun) - min(ended) < 60, "they ran one after the other"
+    for home in homes:
+        check_ended(home, "FINISHED")
+    assert residents() == []
+
+
+def test_trials_that_tune_stops_end_in_order(config: Config, tmp_path: Path) -> None:
+    tracked = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"total_steps": 5000}),
+            "tracking": {"report": False, "system_metrics": False},
+        }
+    )
+    stop = {"training_iteration": 3}
+    found = fit(tracked, tmp_path / "tune", metric="rollout/score", mode="max", stop=stop)
+    assert [one.metrics["training_iteration"] for one in found] == [3, 3]
+    for home in (tmp_path / "runs").iterdir():
+        check_ended(home, "KILLED")
+    assert residents() == []
 
 
 def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path) -> None:
