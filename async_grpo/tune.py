@@ -64,7 +64,7 @@ def trainable(config: Config | str | Path, overrides: Sequence[str] = ()) -> typ
         config = load_config(config, overrides)
     kept = config.model_dump(mode="json")
 
-    class AsyncGRPO(Trial):
+    class AsyncGRPO(RunTrial):
         """The trial of one configuration."""
 
         settings = kept
@@ -83,18 +83,18 @@ class _Newest(Callback):
         self.metrics = metrics
 
 
-class Trial(tune.Trainable):
+class RunTrial(tune.Trainable):
     """A run as Ray Tune drives it: a learner step at a time. `settings`: of the configuration."""
 
     settings: Mapping[str, Any]
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Take the parameters. The run starts with its first step, or from a checkpoint."""
-        self._parameters = config
+    def __init__(self, *given: Any, **more: Any) -> None:
+        """Take what Tune gives. The run starts with its first step, or from a checkpoint."""
         self._evaluation = _Newest()
         self._trainer: Trainer | None = None
         self._steps: Iterator[dict[str, Any]] = iter(())
         self._done = False
+        super().__init__(*given, **more)
 
     def step(self) -> dict[str, Any]:
         """Train a learner step; its result. The last one is saved and evaluated first."""
@@ -131,7 +131,7 @@ class Trial(tune.Trainable):
         chosen = {
             "run.dir": str(Path(run["dir"]) / trial),
             "run.name": f"{run['name']}-{trial}",
-            **self._parameters,
+            **self.config,
         }
         if checkpoint is not None:
             chosen["checkpoint.resume"] = checkpoint
