@@ -4,6 +4,7 @@ checkpoint with another learning rate; and a run that a task of Ray drives.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,12 @@ def test_a_trial_goes_on_from_anothers_checkpoint(config: Config, tmp_path: Path
     found = fit(config, tmp_path / "tune", metric="train/lr", mode="max", scheduler=scheduler)
     changed = [one for one in found if one.config["learner.lr"] == 5e-4]
     assert changed, [one.config for one in found]
-    rows = changed[0].metrics_dataframe[["training_iteration", "train/lr"]].values.tolist()
-    before = [row for row in rows if row[1] != 5e-4]
-    after = [row for row in rows if row[1] == 5e-4]
-    assert before[0][0] == 1 and before[-1][0] <= 4, rows
-    assert [step for step, _ in after] == [5, 6], "behind the other one's checkpoint of step 4"
+    frame = changed[0].metrics_dataframe
+    assert list(frame[frame["train/lr"] == 5e-4]["training_iteration"]) == [5, 6]
+    log = tmp_path / "runs" / changed[0].metrics["trial_id"] / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rates = {row["step"]: row["train/lr"] for row in rows if "train/loss" in row}
+    assert rates == {1: 1e-4, 2: 1e-4, 3: 1e-4, 4: 1e-4, 5: 5e-4, 6: 5e-4}
 
 
 @ray.remote(num_cpus=1)
