@@ -320,9 +320,8 @@ _RULES = (
     switch("enforce_eager vllm.enforce_eager", "cluster.engine.enforce_eager"),
     by("colocate_all_models colocate_all", _layout),
     none("colocate_actor_ref", "the reference lives in the learner"),
-    words("vllm_sync_backend vllm.sync_backend", "weight_sync.backend", {
-        "nccl": "- `auto`: NCCL between GPUs, shared memory on one",
-    }),
+    none("vllm_sync_backend vllm.sync_backend", "NCCL between GPUs, shared memory on one, by "
+         "`weight_sync.backend: auto`"),
     none("vllm_* vllm.* enable_prefix_caching", "an argument of the engine: `cluster.engine.vllm`"),
     # ---- operation
     same("seed", "seed"),
