@@ -22,7 +22,7 @@ RINGS = (
     "cluster",  # Ray
     "plan callbacks",  # arithmetic: what a run will come to; what a user's code does
     "observe",  # aside, reading only
-    "preflight report status export migrate simulation replay.__main__ api_page",  # reading only
+    "preflight report status export migrate simulation replay.__main__",  # reading only
     "lifecycle",
     "trainer evaluate plan.__main__",  # face
     "run serve tune",
@@ -110,7 +110,6 @@ LIBRARIES = {
     "tune": "ray",
     "run": "",
     "status": "",
-    "api_page": "",
     "export": "",
     "migrate": "pydantic",
     "evaluate": "torch",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import async_grpo
-from async_grpo import api_page
+from async_grpo.config import api_page
 from async_grpo.environments import base as environments
 from async_grpo.tasks import base as tasks
 
@@ -57,7 +57,7 @@ class Base(Generic[T]):
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert api_page.render() == TEXT, "run make docs, or python -m async_grpo.api_page"
+    assert api_page.render() == TEXT, "run make docs, or python -m async_grpo.config.api_page"
 
 
 def section(name: str) -> str:
@@ -144,12 +144,14 @@ def test_the_command_writes_and_checks(
     assert api_page.main(["--check"]) == 0
     monkeypatch.setattr(api_page, "PAGE", tmp_path / "api.md")
     assert api_page.main(["--check"]) == 1
-    assert "run python -m async_grpo.api_page" in capsys.readouterr().out
+    assert "run python -m async_grpo.config.api_page" in capsys.readouterr().out
     assert api_page.main([]) == 0 and api_page.main(["--check"]) == 0
 
 
 def test_nothing_heavy_is_imported_for_the_page() -> None:
-    code = "import sys; from async_grpo.api_page import render; render(); print(*sys.modules)"
+    code = (
+        "import sys; from async_grpo.config.api_page import render; render(); print(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

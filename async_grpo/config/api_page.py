@@ -1,8 +1,8 @@
 """The reference page of the API, written from the sources: signatures and docstrings.
 
-Runs in: a terminal (`python -m async_grpo.api_page` writes docs/api.md, `--check` compares). Hides
-how a name is followed to where it is defined. Invariants: nothing of the package is imported for
-it, so that neither torch nor Ray is; what is on the page stands in the code, word by word.
+Runs in: a terminal (`python -m async_grpo.config.api_page` writes docs/api.md, `--check` compares).
+Hides how a name is followed to where it is defined. Invariants: nothing but settings is imported
+for it, so that neither torch nor Ray is; what is on the page stands in the code, word by word.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_grpo.config.docs import keep
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 PAGE = PACKAGE.parent / "docs" / "api.md"
 
 SECTIONS = {
@@ -61,7 +61,7 @@ there), beside those of `async_grpo` itself."""
 _INTRODUCTION = """\
 # API
 
-<!-- Written by `python -m async_grpo.api_page` from the code: change it there. -->
+<!-- Written by `python -m async_grpo.config.api_page` from the code: change it there. -->
 
 Signatures, with the first paragraph of each docstring; the rest stands in the code. What takes long
 to import (torch, Ray, vLLM) is imported when a name needs it, not with the package.
@@ -128,7 +128,8 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
 
 def public() -> list[str]:
     """Return the names of `async_grpo.__all__`."""
-    for node in _tree("").body:
+    root = _tree("")
+    for node in root.body if root is not None else []:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value), key=str.lower)
     raise LookupError("async_grpo has no __all__")
@@ -323,7 +324,7 @@ def _line(code: str, text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
-    return keep(PAGE, render, arguments, command="python -m async_grpo.api_page")
+    return keep(PAGE, render, arguments, command="python -m async_grpo.config.api_page")
 
 
 if __name__ == "__main__":
