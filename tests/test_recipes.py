@@ -6,20 +6,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
-from async_grpo.planning import RowMath
-from async_grpo.wire import codec
-from tests.support.learners import set_rank
 from tests.support.models import write_model
-from tests.support.processes import free_port
 from tests.support.recipes import CONFIGS, RECIPES
-from tests.support.recorded_steps import WEIGHTS, record, train_step
+from tests.support.recorded_steps import two_steps
 
 
 @pytest.fixture(scope="module")
@@ -49,32 +44,11 @@ def recipe(name: str, model: str, tmp_path: Path) -> Config:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_two_steps(name: str, model: str, tmp_path: Path) -> None:
     config = recipe(name, model, tmp_path)
-    set_rank(0, 1, free_port())
-    learner = Learner(
-        config,
-        model_dir=model,
-        fetch=lambda *_: codec.pack_frames([]),
-        device="cpu",
-        total_updates=2 * config.updates_per_step,
-    )
-    try:
-        before = {key: tensor.clone() for key, tensor in learner.named_weights()}
-        rows = RowMath(config, WEIGHTS)
-        for step in (1, 2):
-            metrics = train_step(learner, rows, record(config, model, step), step)
-            assert all(np.isfinite(value) for value in metrics.values()), metrics
-            assert metrics["train/grad_norm"] > 0
+    with two_steps(config, model) as (learner, found):
+        for step, metrics in enumerate(found, 1):
             assert (metrics["rollout/zero_std_groups"] == 1) == (config.rollout.group_size == 1)
             assert metrics["train/lag_max"] == min(step - 1, config.replay.max_staleness)
-        assert learner.updates == 2 * config.updates_per_step
-        moved = {
-            key: float((tensor - before[key]).abs().max())
-            for key, tensor in learner.named_weights()
-        }
-        assert max(moved.values()) > 1e-5
-        expect(config, metrics, learner)
-    finally:
-        learner.close()
+        expect(config, found[-1], learner)
 
 
 def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:

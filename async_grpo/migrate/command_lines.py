@@ -20,17 +20,20 @@ PROGRAMS = ("openrlhf", "verl", "roll", "start_rlvr_pipeline", "recipe", "areal"
 """What the path of a command that trains has in it, as a word."""
 _LONGEST = 20_000
 """Characters of a word, variables replaced; a longer one is no value of a setting."""
+_VALUES = (
+    r"\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)"
+    r"|\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}|\$\w+"
+)
+"""What a shell puts a value in the place of."""
+_COMMANDS = r"`[^`\n]{0,500}`"
 _PIECES = re.compile(
     r"(?P<joined>\\\n)|(?P<end>\n|;|&&?|\|\|?)|(?P<space>[ \t\r]+)"
     r"|'(?P<single>[^']*)'|\"(?P<double>(?:\\.|[^\"\\])*)\"|\\(?P<escaped>.)"
-    r"|(?P<variable>\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)|\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}|\$\w+"
-    r"|\$[@*#?!$]|`[^`\n]{0,500}`)"
+    r"|(?P<variable>" + _VALUES + r"|\$[@*#?!$]|" + _COMMANDS + r")"
     r"|(?P<plain>#|[^\s'\"\\$`;&|#]+|.)",
     re.DOTALL,
 )
-_VARIABLE = re.compile(
-    r"\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)|\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}|\$\w+|`[^`\n]{0,500}`"
-)
+_VARIABLE = re.compile(_VALUES + "|" + _COMMANDS)
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*[<>]")

@@ -4,21 +4,15 @@ model and sizes.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
-from async_grpo.learner.learner import Learner
 from async_grpo.migrate.__main__ import main
-from async_grpo.planning import RowMath
-from async_grpo.wire import codec
-from tests.support.learners import set_rank
 from tests.support.models import write_model
-from tests.support.processes import free_port
-from tests.support.recorded_steps import WEIGHTS, record, train_step
+from tests.support.recorded_steps import two_steps
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
 GROUPS = 2
@@ -63,27 +57,8 @@ def small(file: Path, model: str, tmp_path: Path) -> Config:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_migrated_file_trains_two_steps(file: Path, model: str, tmp_path: Path) -> None:
     config = small(file, model, tmp_path)
-    set_rank(0, 1, free_port())
-    learner = Learner(
-        config,
-        model_dir=model,
-        fetch=lambda *_: codec.pack_frames([]),
-        device="cpu",
-        total_updates=2 * config.updates_per_step,
-    )
-    try:
-        before = {key: tensor.clone() for key, tensor in learner.named_weights()}
-        rows = RowMath(config, WEIGHTS)
-        for step in (1, 2):
-            metrics = train_step(learner, rows, record(config, model, step), step)
-            assert all(math.isfinite(value) for value in metrics.values()), metrics
-            assert metrics["train/grad_norm"] > 0
-        moved = [float((new - before[key]).abs().max()) for key, new in learner.named_weights()]
-        assert max(moved) > 1e-5
-        assert ("train/kl" in metrics) == config.algorithm.use_kl_loss
-        assert ("train/importance_weight" in metrics) == (
-            config.algorithm.importance.level != "none"
-        )
-        assert ("time/learner_anchor" in metrics) == (config.algorithm.anchor == "recomputed")
-    finally:
-        learner.close()
+    algorithm = config.algorithm
+    with two_steps(config, model) as (_, [_, metrics]):
+        assert ("train/kl" in metrics) == algorithm.use_kl_loss
+        assert ("train/importance_weight" in metrics) == (algorithm.importance.level != "none")
+        assert ("time/learner_anchor" in metrics) == (algorithm.anchor == "recomputed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
 from async_grpo.wire import codec
-from tests.support.learners import picked, plain_model, row_distribution
+from tests.support.learners import picked, plain_model, row_distribution, set_rank
+from tests.support.processes import free_port
 
 WEIGHTS = {"correct": 1.0, "format": 0.2}
 """Reward components of the recorded rows, and their weights."""
@@ -57,6 +59,35 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
             codec.encode_group(codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times))
         )
     return frames
+
+
+@contextmanager
+def two_steps(config: Config, directory: str) -> Iterator[tuple[Learner, list[dict[str, float]]]]:
+    """A learner of the model in `directory` that has made two steps, and the metrics of each: all
+    finite, with a gradient, and weights that moved.
+    """
+    set_rank(0, 1, free_port())
+    learner = Learner(
+        config,
+        model_dir=directory,
+        fetch=lambda *_: codec.pack_frames([]),
+        device="cpu",
+        total_updates=2 * config.updates_per_step,
+    )
+    try:
+        before = {key: tensor.clone() for key, tensor in learner.named_weights()}
+        rows, found = RowMath(config, WEIGHTS), []
+        for step in (1, 2):
+            metrics = train_step(learner, rows, record(config, directory, step), step)
+            assert all(np.isfinite(value) for value in metrics.values()), metrics
+            assert metrics["train/grad_norm"] > 0
+            found.append(metrics)
+        assert learner.updates == 2 * config.updates_per_step
+        moved = [float((new - before[key]).abs().max()) for key, new in learner.named_weights()]
+        assert max(moved) > 1e-5
+        yield learner, found
+    finally:
+        learner.close()
 
 
 def train_step(
