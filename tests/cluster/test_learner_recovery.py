@@ -177,13 +177,14 @@ def test_a_new_start_repeats_what_the_checkpoint_does_not_have(story):
 
 def test_no_completed_group_is_lost_and_none_is_trained_twice_in_the_history(story):
     steps = story["history"].steps
-    assert sorted(steps) == list(range(1, STEPS + 4)) and {len(ids) for ids in steps.values()} == {
-        R
-    }
+    first = min(steps)
+    assert first in (1, 4), "the journal may forget what was trained before its oldest checkpoint"
+    assert sorted(steps) == list(range(first, STEPS + 4))
+    assert {len(ids) for ids in steps.values()} == {R}
     trained = [group_id for ids in steps.values() for group_id in ids]
     assert len(trained) == len(set(trained)), "a group is in two steps"
     assert (
-        story["counts"]["trained"] == len(trained)
+        story["counts"]["trained"] == R * (STEPS + 3)
         and story["counts"]["failed"] == story["counts"]["invalid"] == 0
     )
     fetched = {tuple(pair) for pair in ack_log.read(story["side"], "trained")}

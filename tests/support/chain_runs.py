@@ -32,6 +32,7 @@ def run_chain(home: Path, *overrides: str, recipe: Path = CONFIGS / "chain.yaml"
     )
     with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         before = trainer.evaluate()
+        trainer.save()  # the journal keeps all groups that come after its oldest checkpoint
         trainer.train()
         after = trainer.evaluate()
     lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]

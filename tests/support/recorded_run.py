@@ -66,6 +66,7 @@ def tell(home: Path) -> dict[str, Any]:
         trainer.start()
         began = time.monotonic()
         trainer.evaluate()
+        trainer.save()  # the journal keeps all groups that come after its oldest checkpoint
         trainer.train(steps=STEPS)
         trainer.evaluate()
         told["wall"] = time.monotonic() - began
