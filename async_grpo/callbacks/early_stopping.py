@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
         self._patience, self._min_delta = patience, min_delta
         self._best, self._worse = -math.inf, 0
         self._seen: set[str] = set()
-        self._without: float = 0
+        self._found, self._without = False, 0
 
     def on_start(self, trainer: Trainer) -> None:
         """Refuse to wait for evaluations that never come. Raises ValueError."""
@@ -69,9 +69,10 @@ class EarlyStopping(Callback):
 
     def _look(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric not in metrics:
-            self._miss(metrics)
+            if not self._found:
+                self._miss(metrics)
             return
-        self._without = -math.inf
+        self._found = True
         value = metrics[self._metric]
         if self._target is not None and self._sign * value >= self._sign * self._target:
             trainer.finish(f"{self._metric} is {value:g} at step {step}, target {self._target:g}")
