@@ -1,51 +1,53 @@
 """Command lines in shell scripts: the options of the command that trains.
 
-Runs in: a terminal. Hides the part of the shell's language that such scripts use: quotes, comments,
-continued lines, variables that the script sets, integer arithmetic. Invariants: nothing is
-executed, and no variable of the environment is read; what only a shell could know stays in the
-value as `${...}`.
+Runs in: a terminal. Hides how programs take options: `--key value`, hydra's `key=value`, those of
+what launches a program. Invariant: every word behind the program is an option, part of one, or
+among what is left.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.config import yaml12
+from async_grpo.errors import SetupError
+from async_grpo.migrate.shell import commands
 
 PROGRAMS = ("openrlhf", "verl", "roll", "start_rlvr_pipeline", "recipe", "areal", "prime_rl", "trl")
 """What the path of a command that trains has in it, as a word."""
-_LONGEST = 20_000
-"""Characters of a word, variables replaced; a longer one is no value of a setting."""
-_VALUES = (
-    r"\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)"
-    r"|\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}|\$\w+"
-)
-"""What a shell puts a value in the place of."""
-_COMMANDS = r"`[^`\n]{0,500}`"
-_PIECES = re.compile(
-    r"(?P<joined>\\\n)|(?P<end>\n|;|&&?|\|\|?)|(?P<space>[ \t\r]+)"
-    r"|'(?P<single>[^']*)'|\"(?P<double>(?:\\.|[^\"\\])*)\"|\\(?P<escaped>.)"
-    r"|(?P<variable>" + _VALUES + r"|\$[@*#?!$]|" + _COMMANDS + r")"
-    r"|(?P<plain>#|[^\s'\"\\$`;&|#]+|.)",
-    re.DOTALL,
-)
-_VARIABLE = re.compile(_VALUES + "|" + _COMMANDS)
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
+_DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(=.*)?", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*[<>]")
-_PARAMETER = re.compile(r"\$\{(\w+)(?::?[-=](.*))?\}", re.DOTALL)
-_ARITHMETIC: dict[type[Any], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_SHORT = re.compile(r"-[A-Za-z]\w*")
+_MOST = 10_000
+"""Words beyond which a command is no configuration."""
+_PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "nnodes")
+"""Options of accelerate and torchrun that sizes per process are multiplied by."""
+_BESIDE = "beside the options"
+"""Stands for the key of a word that has none."""
+
+
+@dataclass
+class CommandLine:
+    """What a command starts, its options in their order, and the rest: key, value, reason."""
+
+    program: str = ""
+    options: list[tuple[str, Any]] = field(default_factory=list)
+    left: list[tuple[str, Any, str]] = field(default_factory=list)
+
+    def delete(self, key: str, word: str) -> None:
+        """Take out what hydra deletes: a key, or all keys of a section."""
+        kept = []
+        for name, value in self.options:
+            if name == key or name.startswith(f"{key}."):
+                self.left.append((name, value, f"deleted further on, by {word}"))
+            else:
+                kept.append((name, value))
+        self.options = kept
+        self.left.append((key, word, "deleted there, so it counts as not given"))
 
 
 def looks_like_a_command(text: str) -> bool:
@@ -55,16 +57,50 @@ def looks_like_a_command(text: str) -> bool:
     )
 
 
-def arguments_of(text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Return what the command that trains starts, and its options in their order."""
-    best: tuple[str, list[tuple[str, Any]]] = ("", [])
-    for words in _commands(text):
-        at = next((i for i, word in enumerate(words) if _trains(word)), None)
-        program = "" if at is None else words[at]
-        found = list(_options(words if at is None else words[at + 1 :]))
-        if (bool(program), len(found)) > (bool(best[0]), len(best[1])):
-            best = (program, found)
+def command_line_of(text: str) -> CommandLine:
+    """Return the command of a script that trains. Raises SetupError."""
+    best = CommandLine()
+    for words in commands(text):
+        if len(words) > _MOST:
+            raise SetupError(f"A command of {len(words):,} words is no configuration.")
+        found = _read(words)
+        if (bool(found.program), len(found.options)) > (bool(best.program), len(best.options)):
+            best = found
     return best
+
+
+def _read(words: list[str]) -> CommandLine:
+    at = _program(words)
+    known = CommandLine(words[at] if at < len(words) and _trains(words[at]) else "")
+    _launch(words[:at], known)
+    arguments = words[at + 1 :]
+    if arguments and arguments[0].endswith(".py"):  # what the program starts
+        arguments = arguments[1:]
+    _take(arguments, known)
+    return known
+
+
+def _launch(words: list[str], found: CommandLine) -> None:
+    """Take the number of processes from what launches the program."""
+    while "--" in words:  # behind what submits a job
+        words = words[words.index("--") + 1 :]
+    launcher = CommandLine()
+    _take([word for word in words if not _OVERRIDE.fullmatch(word)], launcher)
+    for key, value in launcher.options:
+        if key in _PROCESSES:
+            found.options.append((key, value))
+        else:
+            found.left.append((key, value, "an option of what launches the program"))
+
+
+def _program(words: list[str]) -> int:
+    """Find the word that trains: of a known name, else a module or script, else the command."""
+    places = range(len(words))
+    named = [at for at in places if _trains(words[at])]
+    modules = [at for at in places if at and words[at - 1] == "-m"]
+    scripts = [at for at in places if words[at].endswith(".py") and "=" not in words[at]]
+    started = [at for at in named if at in modules or at in scripts]
+    return next(iter([*started, *named, *modules, *scripts]), 0)
 
 
 def _trains(word: str) -> bool:
@@ -72,25 +108,47 @@ def _trains(word: str) -> bool:
     return known and bool(set(re.split(r"[./]", word)) & set(PROGRAMS))
 
 
-def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
+def _take(words: list[str], found: CommandLine) -> None:
     """Pair options with their values: `--key value`, `--key=value`, `--switch`, `key=value`."""
     option, values = "", list[str]()
-    for word in [*words, "--"]:
-        if _REDIRECTION.match(word):
-            word = "--"  # what follows is a file
-        if not word.startswith("--"):
-            override = None if option and not values else _OVERRIDE.fullmatch(word)
-            if override is None:
-                values.append(word)
-                continue
+    for word in [*_without_redirections(words), "--"]:
+        wanted = bool(option) and not values
+        override = None if wanted else _OVERRIDE.fullmatch(word)
+        deletion = None if wanted else _DELETION.fullmatch(word)
+        short = _SHORT.fullmatch(word)
+        if not (word.startswith("--") or override or deletion or short):
+            values.append(word)
+            continue
         if option:
-            yield option, _value(values)
+            found.options.append((option, _value(values)))
+        else:
+            found.left += map(_unread, values)
         option, values = "", []
-        if word.startswith("--"):
+        if override is not None:
+            found.options.append((override[1], _value([override[2]])))
+        elif deletion is not None:
+            found.delete(deletion[1], word)
+        elif short is not None:
+            found.left.append(_unread(word))
+        else:
             option, equals, value = word[2:].partition("=")
             values = [value] if equals else []
-        elif override is not None:
-            yield override[1], _value([override[2]])
+
+
+def _without_redirections(words: list[str]) -> Iterator[str]:
+    """Leave out `> file` and `2>file`; an option in front of one ends there."""
+    a_file = False
+    for word in words:
+        redirection = _REDIRECTION.match(word) is not None
+        if redirection:
+            yield "--"
+        elif not a_file:
+            yield word
+        a_file = redirection and word.endswith(("<", ">"))
+
+
+def _unread(word: str) -> tuple[str, Any, str]:
+    return _BESIDE, word, "what this word means there is not known"
 
 
 def _value(words: list[str]) -> Any:
@@ -106,91 +164,3 @@ def _scalar(text: str) -> Any:
     except yaml12.YamlError:
         return text
     return value if isinstance(value, int | float | list | None) else text
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """Split a script into commands, and these into words, the script's variables replaced."""
-    variables: dict[str, str] = {}
-    words: list[str] = []
-    word: str | None = None
-    position, commented = 0, False
-    while (found := _PIECES.match(text, position)) is not None:
-        position, piece = found.end(), found.lastgroup
-        if commented:
-            commented = found[0] != "\n"
-            if commented:
-                continue
-        if piece == "plain" and found[0] == "#" and word is None:
-            commented = True
-        elif piece in ("space", "end", "joined"):
-            if word is not None:
-                words.append(word)
-                word = None
-            if piece == "end":
-                yield from _command(words, variables)
-                words = []
-        else:
-            word = (word or "") + _piece(found, variables)
-            if len(word) > _LONGEST:
-                word = "${...}"
-    if word is not None:
-        words.append(word)
-    yield from _command(words, variables)
-
-
-def _piece(found: re.Match[str], variables: dict[str, str]) -> str:
-    kind, text = str(found.lastgroup), str(found[found.lastgroup or 0])
-    if kind == "double":
-        replaced = _VARIABLE.sub(lambda match: _replaced(match[0], variables), text)
-        return re.sub(r"\\([\"\\$`\n])", lambda match: match[1].strip("\n"), replaced)
-    return _replaced(text, variables) if kind == "variable" else text
-
-
-def _command(words: list[str], variables: dict[str, str]) -> Iterator[list[str]]:
-    """Keep what a command assigns; return the words of any other."""
-    while words and words[0] in ("export", "local", "readonly", "declare"):
-        words = words[1:]
-    assigned = [_ASSIGNED.fullmatch(word) for word in words]
-    if words and all(assigned):
-        variables.update((one[1], one[2]) for one in assigned if one)
-    elif words:
-        yield words
-
-
-def _replaced(text: str, variables: dict[str, str]) -> str:
-    """Return a variable's value, or the result of an expression; else the text as `${...}`."""
-    if text.startswith("$(("):
-        inside = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), text[3:-2]
-        )
-        result = _calculated(inside)
-        return f"${{{inside}}}" if result is None else str(result)
-    if text.startswith(("$(", "`")):
-        return f"${{{text.strip('`$()')}}}"
-    parameter = _PARAMETER.fullmatch(text)
-    name = parameter[1] if parameter is not None else text.strip("${}")
-    if name in variables:
-        return variables[name]
-    if parameter is not None and parameter[2] is not None:
-        default = parameter[2].replace('"', "")
-        return _VARIABLE.sub(lambda match: _replaced(match[0], variables), default)
-    return f"${{{name}}}"
-
-
-def _calculated(text: str) -> int | None:
-    try:
-        return _number(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        result = _ARITHMETIC[type(node.op)](_number(node.left), _number(node.right))
-        if abs(result) < 2**63:
-            return result
-    raise ValueError("no arithmetic of integers")

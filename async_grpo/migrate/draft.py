@@ -68,8 +68,7 @@ def walk(source: Source, peer: Peer) -> Draft:
     draft = Draft(source, peer)
     for key, value in source.given.items():
         _place(draft, key, value)
-    for key, value in source.overridden:
-        draft.left.append((key, value, "given again further on, which counts"))
+    draft.left += source.left
     for name, value, why in peer.implied(source):
         if name not in draft.kept:
             draft.put(name, value, why)

@@ -117,6 +117,12 @@ def _kl_weight(value: Any, source: Source) -> Meant:
     )
 
 
+def _kl_switch(value: Any, source: Source) -> Meant:
+    if not _first(source, ("init_kl_coef", "kl.init_coef"), 0.01):
+        return Meant({}, "without a weight")
+    return Meant({"algorithm.use_kl_loss": boolean(value)})
+
+
 def _kl_estimator(value: Any, source: Source) -> Meant:
     if not _first(source, ("init_kl_coef", "kl.init_coef"), 0.01):
         return Meant({}, "no KL")
@@ -267,9 +273,7 @@ _RULES = (
     by("advantage_estimator algo.advantage.estimator", _estimator),
     same("gamma", "algorithm.gamma"),
     by("init_kl_coef kl.init_coef", _kl_weight),
-    by("use_kl_loss kl.use_loss", lambda value, source: Meant(
-        {"algorithm.use_kl_loss": boolean(value)}
-        if _first(source, ("init_kl_coef", "kl.init_coef"), 0.01) else {}, "without a weight")),
+    by("use_kl_loss kl.use_loss", _kl_switch),
     by("kl_estimator kl.estimator", _kl_estimator),
     by("eps_clip_low_high", _clip_pair),
     by("eps_clip", _clip),

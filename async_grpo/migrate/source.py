@@ -1,8 +1,8 @@
 """What another system's configuration says: one value per dotted key, whatever it was written in.
 
 Runs in: a terminal (`python -m async_grpo.migrate`). Hides YAML, TOML, command lines, and hydra's
-`${...}`. Invariants: every value of the file is a `given` one, or an `overridden` one; whatever the
-file holds, `read_source` returns or raises SetupError with one sentence.
+`${...}`. Invariants: every value of the file is a `given` one, or among what is `left`;
+whatever the file holds, `read_source` returns or raises SetupError with one sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from async_grpo.config import yaml12
 from async_grpo.config.docs import single_line
 from async_grpo.errors import SetupError
-from async_grpo.migrate.command_lines import arguments_of, looks_like_a_command
+from async_grpo.migrate.command_lines import CommandLine, command_line_of, looks_like_a_command
 from async_grpo.migrate.interpolation import resolve_all
 
 LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
@@ -28,14 +28,14 @@ LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
 @dataclass(frozen=True)
 class Source:
     """A configuration of another system, flat. kind: `yaml`, `toml` or `command`; program: what the
-    command starts; overridden: values that a later one of the same key replaced.
+    command starts; left: what counts for nothing there, as (key, value, reason).
     """
 
     name: str
     kind: str
     given: Mapping[str, Any]
     program: str = ""
-    overridden: tuple[tuple[str, Any], ...] = ()
+    left: tuple[tuple[str, Any, str], ...] = ()
     unresolved: frozenset[str] = field(default=frozenset())
     """Keys whose values refer to something that the file does not hold."""
 
@@ -65,24 +65,22 @@ def read_source(path: Path) -> Source:
     shown = single_line(str(path))
     text = _text(path, shown)
     kind = _kind(path.suffix, text)
-    program, pairs = "", list[tuple[str, Any]]()
+    line = CommandLine()
     if kind == "command":
-        program, pairs = arguments_of(text)
-        if not pairs:
+        line = command_line_of(text)
+        if not line.options:
             raise SetupError(f"{shown} holds no command line with options.")
     else:
         tree = _toml(shown, text) if kind == "toml" else _yaml(shown, text)
-        pairs = list(_flat(shown, tree))
+        line.options += _flat(shown, tree)
     given: dict[str, Any] = {}
-    overridden = []
-    for key, value in pairs:
+    for key, value in line.options:
         if key in given:
-            overridden.append((key, given[key]))
+            line.left.append((key, given[key], "given again further on, which counts"))
         given[key] = value
-    resolved, unresolved = resolve_all(given)
-    return Source(
-        single_line(path.name), kind, resolved, program, tuple(overridden), frozenset(unresolved)
-    )
+    values, unresolved = resolve_all(given)
+    name, left = single_line(path.name), tuple(line.left)
+    return Source(name, kind, values, line.program, left, frozenset(unresolved))
 
 
 def _text(path: Path, shown: str) -> str:

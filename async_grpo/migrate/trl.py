@@ -46,10 +46,16 @@ _ASYNC = ("max_staleness", "max_inflight_tasks", "queue_maxsize", "weight_sync_s
 """Keys of the asynchronous trainer alone."""
 
 
+def _processes(source: Source) -> float:
+    """Count the processes of accelerate, or torchrun, that train."""
+    each = max(source.number("nproc_per_node", 1), source.number("nproc-per-node", 1))
+    return source.number("num_processes", each * source.number("nnodes", 1))
+
+
 def _sizes(source: Source) -> tuple[int, int]:
     """Count the groups of a batch, and of an optimizer update, from rows per device."""
     size = source.number("num_generations", 8)
-    device = source.number("per_device_train_batch_size", 8) * source.number("num_processes", 1)
+    device = source.number("per_device_train_batch_size", 8) * _processes(source)
     accumulated = source.number("gradient_accumulation_steps", 1)
     generated = device * source.number("steps_per_generation", accumulated)
     batch = groups_of(source.number("generation_batch_size", generated), size)
@@ -72,7 +78,7 @@ def _rows(value: Any, source: Source) -> Meant:
             "learner.ppo_mini_batch_size": mini,
             "learner.tokens_per_micro_batch": int(whole(value) * row),
         },
-        f"rows of each of {source.number('num_processes', 1):g} processes there (times their "
+        f"rows of each of {_processes(source):g} processes there (times their "
         "number: accelerate knows it); here groups of all, and tokens",
     )
 
@@ -334,7 +340,8 @@ _RULES = (
     same("^num_generations"),
     by("^per_device_train_batch_size", _rows),
     by("^gradient_accumulation_steps ^steps_per_generation ^generation_batch_size", _counted),
-    none("^num_processes", "`learner.ranks`, and what groups are counted over"),
+    none("^num_processes ^nproc_per_node ^nproc-per-node ^nnodes",
+         "`learner.ranks`, and what groups are counted over"),
     none("^per_device_eval_batch_size ^num_generations_eval", "engines take what fits"),
     same("^max_prompt_length"),
     same("^max_completion_length"),

@@ -14,7 +14,7 @@ import pytest
 from async_grpo.config.recipes import recipes
 from async_grpo.errors import SetupError
 from async_grpo.migrate.__main__ import main, migrate
-from async_grpo.migrate.command_lines import arguments_of
+from async_grpo.migrate.command_lines import command_line_of
 from async_grpo.migrate.interpolation import resolve_all
 from async_grpo.run import main as run
 
@@ -178,7 +178,65 @@ def test_a_reference_that_grows_without_end_is_left() -> None:
     ],
 )  # fmt: skip
 def test_command_lines_are_read(script: str, program: str, options: list[Any]) -> None:
-    assert arguments_of(script) == (program, options)
+    line = command_line_of(script)
+    assert (line.program, line.options, line.left) == (program, options, [])
+
+
+LEFT = "what this word means there is not known"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "left"),
+    [
+        ("DATA=(x.a=64  # why\n  'x.b=c d')\nDATA+=(x.e=1)\nverl.main x.n=8 \"${DATA[@]}\"",
+         [("x.n", 8), ("x.a", 64), ("x.b", "c d"), ("x.e", 1)], []),
+        ("declare -a A=(x.a=1 x.b=2)\nverl.main ${A[@]} x.c=${A[0]} \"x.d=${A[7]}\" x.f=${B[@]}",
+         [("x.a", 1), ("x.b", 2), ("x.c", "x.a=1"), ("x.d", None), ("x.f", "${B[@]}")], []),
+        ("ARGS='x.a=1'\nARGS+=\" x.b=2\"\nNONE=\nverl.main $NONE $ARGS \"x.s=$ARGS\"",
+         [("x.a", 1), ("x.b", 2), ("x.s", "x.a=1 x.b=2")], []),
+        ("E='--kl --coef 0.001'\nF=$E\nopenrlhf.cli.x --n 8 $F\\\n --m $(date +%s)",
+         [("n", 8), ("kl", True), ("coef", 0.001), ("m", "${date +%s}")], []),
+        ("accelerate launch --config_file a.yaml --num_processes 8 train_grpo.py --n 8 --r f.py",
+         [("num_processes", 8), ("n", 8), ("r", "f.py")],
+         [("config_file", "a.yaml", "an option of what launches the program")]),
+        ("X=1 torchrun --nproc_per_node=4 -m verl.main x.a=1", [("nproc_per_node", 4), ("x.a", 1)],
+         []),
+        ("eval \"python3 -m verl.main x.a=1\"; bash -lc 'verl.main x.a=1 x.b=2' > log.txt 2>&1",
+         [("x.a", 1), ("x.b", 2)], []),
+        ("verl.main one x.a=1 two \"$@\" -v --b > log.txt", [("x.a", 1), ("b", True)],
+         [("beside the options", word, LEFT) for word in ("one", "two", "${@}", "-v")]),
+        ("verl.main x.a=1 x.s.b=2 x.s.c=3 ~x.s ~x.a=1 ~x.d x.s.b=4 --p ~user",
+         [("x.s.b", 4), ("p", "~user")],
+         [("x.s.b", 2, "deleted further on, by ~x.s"), ("x.s.c", 3, "deleted further on, by ~x.s"),
+          ("x.s", "~x.s", "deleted there, so it counts as not given"),
+          ("x.a", 1, "deleted further on, by ~x.a=1"),
+          ("x.a", "~x.a=1", "deleted there, so it counts as not given"),
+          ("x.d", "~x.d", "deleted there, so it counts as not given")]),
+    ],
+)  # fmt: skip
+def test_every_word_of_a_command_is_an_option_or_left_with_a_reason(
+    script: str, options: list[Any], left: list[Any]
+) -> None:
+    line = command_line_of(script)
+    assert (line.options, line.left) == (options, left)
+
+
+def test_what_a_script_says_apart_from_its_command_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "DATA=(data.train_batch_size=64 data.max_response_length=4096)\n"
+        'python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8 "${DATA[@]}" '
+        "~trainer.save_freq=5 surplus\n"
+    )
+    assert main([str(script)]) == 0
+    out, err = capsys.readouterr()
+    assert "rollout_batch_size: 64  # data.train_batch_size" in out
+    assert "response_length: 4096  # data.max_response_length" in out
+    assert "\n  every_steps" not in out and '"~trainer.save_freq=5" -- deleted there' in out
+    assert 'beside the options: "surplus" -- what this word' in out
+    assert err.startswith("verl: 3 keys taken over, 2 not")
 
 
 @pytest.mark.parametrize(
@@ -189,8 +247,13 @@ def test_command_lines_are_read(script: str, program: str, options: list[Any]) -
         "verl.main a=" + "$((" * 20_000,
         "verl.main a=" + "${" * 20_000,
         "verl.main a='" + '"' * 20_001,
+        "x='" + "a " * 9_000 + "'\n" + "verl.main $x;" * 5_000,
+        "x=(a b)\n" + 'x+=(${x[@]} "${x[@]}")\n' * 2_000 + "verl.main a=${x[*]}",
+        "x=(a b)\n" + 'eval "verl.main a=${x[*]}"; x+=b\n' * 5_000,
+        "verl.main " + "a=$b " * 9_000,
+        "x=" + "a=$b x+=$x " * 20_000,
     ],
 )
 def test_hostile_scripts_are_read_in_no_time(script: str) -> None:
-    program, options = arguments_of(script)
-    assert program in ("verl.main", "") and len(str(options)) < 100_000
+    line = command_line_of(script)
+    assert line.program in ("verl.main", "") and len(str(line)) < 3_000_000
