@@ -103,20 +103,27 @@ def _rejected(value: Any, source: Source) -> Meant:
 
 
 def _norms(source: Source, which: str) -> tuple[str, str]:
-    """Levels of mean and deviation; `none` where there is none."""
-    return tuple(  # type: ignore[return-value]
-        str(source.find(f"actor.{which}.{part}", "none")).lower()
-        for part in ("mean_level", "std_level")
+    """Levels of mean and deviation: `none` for null, the batch where the section leaves one out."""
+    section = f"actor.{which}"
+    used = source.given.get(section) is not None or any(
+        key.startswith(f"{section}.") for key in source.given
     )
+    mean, deviation = (
+        str(source.given.get(f"{section}.{part}_level", "batch" if used else None)).lower()
+        for part in ("mean", "std")
+    )
+    return mean, deviation
 
 
 def _advantages(value: Any, source: Source) -> Meant:
     mean, deviation = _norms(source, "reward_norm")
     left_out = str(source.find("actor.reward_norm.mean_leave1out", False)).lower() == "true"
     note = f"reward_norm: mean {mean}, deviation {deviation}"
-    if mean == "group" and left_out:
-        if deviation != "none":
-            raise Untranslatable("leave-one-out means come without a deviation here (rloo)")
+    if left_out:
+        if (mean, deviation) != ("group", "none"):
+            raise Untranslatable(
+                "leave-one-out means are of groups, without a deviation here (rloo)"
+            )
         return Meant({"algorithm.adv_estimator": "rloo"}, note)
     if mean == "group":
         found: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
@@ -125,11 +132,18 @@ def _advantages(value: Any, source: Source) -> Meant:
         elif deviation == "batch":
             found["algorithm.adv_std_level"] = "batch_centered"
         return Meant(found, note)
-    if mean == deviation == "batch":
-        return Meant({"algorithm.adv_estimator": "raw", "algorithm.reward_norm": "batch"}, note)
-    if mean == deviation == "none":
-        return Meant({"algorithm.adv_estimator": "raw"}, note)
-    raise Untranslatable(f"mean of the {mean} with the deviation of the {deviation} is not here")
+    norms: dict[tuple[str, str], Any] = {
+        ("none", "none"): None,
+        ("batch", "batch"): "batch",
+        ("batch", "none"): {"mean": "batch", "std": "none"},
+    }
+    if (mean, deviation) not in norms:
+        raise Untranslatable(
+            f"mean {mean} with deviation {deviation} is not here: grpo is in its place"
+        )
+    found = {"algorithm.adv_estimator": "raw"}
+    norm = norms[mean, deviation]
+    return Meant(found | ({"algorithm.reward_norm": norm} if norm else {}), note)
 
 
 def _whitened(value: Any, source: Source) -> Meant:
@@ -311,8 +325,8 @@ _RULES = (
     same("^actor.sapo_tau_neg", "algorithm.sapo.tau_neg"),
     same("^actor.entropy_coeff", "algorithm.entropy_coef"),
     # ---- rewards and advantages
-    by("^actor.reward_norm.*", _advantages),
-    by("^actor.adv_norm.*", _whitened),
+    by("^actor.reward_norm ^actor.reward_norm.*", _advantages),
+    by("^actor.adv_norm ^actor.adv_norm.*", _whitened),
     none("^actor.group_reward_norm ^actor.use_adv_norm", "`reward_norm` and `adv_norm` count"),
     by("^actor.kl_ctl", _kl),
     words("^actor.kl_estimator", "algorithm.kl_ctrl.kl_type", {
@@ -374,7 +388,7 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     low = source.number("actor.eps_clip", 0.2)
     yield "algorithm.clip_ratio_low", low, own
     yield "algorithm.clip_ratio_high", low, own
-    if not source.has("actor.reward_norm.mean_level", "actor.reward_norm.std_level"):
+    if _norms(source, "reward_norm") == ("none", "none"):
         yield "algorithm.adv_estimator", "raw", "no reward_norm"
     if not source.has("actor.reward_clip", "actor.reward_bias"):
         yield "algorithm.reward_clip", 20.0 / _scaling(source), own
