@@ -34,7 +34,7 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.early_process import EarlyProcess, environment
 from async_grpo.rollout.engine_arguments import engine_arguments, set_environment
-from async_grpo.rollout.engine_support import adapt
+from async_grpo.rollout.engine_support import adapt, gpu_bytes
 from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
 from async_grpo.rollout.speeds import Speeds
 from async_grpo.runtime.lifetime import own_directory
@@ -234,7 +234,7 @@ class Engine:
             device=device,
             backend=backend,
             seed=seed,
-            gpu_bytes=_gpu_bytes() if shared else None,
+            gpu_bytes=gpu_bytes() if shared else None,
         )
         transfer = WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name)
         args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
@@ -314,6 +314,7 @@ class Engine:
         self, prompt_ids: Sequence[int], sampling: Sampling, name: str, purpose: Purpose
     ) -> list[Completion]:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
@@ -331,7 +332,10 @@ class Engine:
         )
         salt = self.serving  # keeps prefix caches of different versions apart
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        final = await self._counted.final(self._llm, prompt, params, name, purpose)
+        try:
+            final = await self._counted.final(self._llm, prompt, params, name, purpose)
+        except VLLMError as error:  # of this request, or of a dead engine: `check` knows
+            raise EngineError(f"vLLM does not answer the request: {error}") from error
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(
                 f"the engine returned {0 if final is None else len(final.outputs)} of "
@@ -565,13 +569,6 @@ def _temporary_files() -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-
-
-def _gpu_bytes() -> int:
-    """Memory of the GPU that the engine will use, without touching it."""
-    from vllm.platforms import current_platform
-
-    return current_platform.get_device_total_memory()
 
 
 def _completion(

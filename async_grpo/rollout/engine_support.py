@@ -45,6 +45,13 @@ def adapt(args: AsyncEngineArgs, *, device: str, chosen: Collection[str]) -> Asy
     return args
 
 
+def gpu_bytes() -> int:
+    """Return the memory of the GPU that an engine will use, without touching it."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
+
+
 def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] = ()) -> str:
     """Return why vLLM does not take a model with these arguments of AsyncEngineArgs, or ""."""
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from async_grpo.config.load import load_config
+from async_grpo.config.schema import Deadlines
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.actor import RolloutActor
-from async_grpo.rollout.engine import CountedRequests, EngineError
+from async_grpo.rollout.engine import CountedRequests, Engine, EngineError, Sampling
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import GroupTicket
@@ -310,3 +311,30 @@ def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
     requests = asyncio.run(scenario())
     assert requests.sampled == {"rollouts": 3 + 3 + 5, "evaluated": 2}
     assert requests.cut_off == {"p0": 11}
+
+
+def test_what_vllm_says_to_a_request_is_an_error_of_the_engine() -> None:
+    """With which the actor fails a group and goes on, if the engine is healthy."""
+    from vllm.exceptions import VLLMError, VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def ask(error: VLLMError) -> None:
+        async def generate(prompt: object, params: object, name: str) -> AsyncIterator[object]:
+            raise error
+            yield
+
+        llm = SimpleNamespace(
+            generate=generate, output_processor=SimpleNamespace(external_req_ids={})
+        )
+        engine = Engine(
+            llm,  # type: ignore[arg-type]
+            stop_token_ids=[1],
+            kv_cache="recompute",
+            deadlines=Deadlines(),
+        )
+        await engine.generate([], Sampling(n=1, max_tokens=4, temperature=1.0), name="a")
+        assert engine.cut_off("a") == 0
+
+    for error in (VLLMValidationError("The prompt cannot be empty"), EngineDeadError()):
+        with pytest.raises(EngineError, match="vLLM does not answer the request: "):
+            asyncio.run(ask(error))

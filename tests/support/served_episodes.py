@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_grpo.config.schema import RolloutConfig
-from async_grpo.rollout.chat_format import PlainFormat, Said
+from async_grpo.rollout.chat_format import ChatFormat, PlainFormat, Said
 from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.rollout.episodes import Episode
@@ -48,17 +48,20 @@ class Reasoning(PlainFormat):
         return Said(answer, reasoning=thought[1:] or None)
 
 
-def served(policy: Policy, *, reasons: bool = False, **limits: int) -> ServedEpisode:
+def served(
+    policy: Policy, *, reasons: bool = False, chat: ChatFormat | None = None, **limits: int
+) -> ServedEpisode:
     rollout = RolloutConfig.model_validate(
         {"prompt_length": 40, "response_length": 60, "context_length": 200, "max_turns": 20}
         | limits
     )
     kind = Reasoning if reasons else PlainFormat
+    form = chat or kind(Letters())
     return ServedEpisode(
         rollout,
         Episode(Session(), {"correct": 0.0}),
         sample=policy.sample,
-        formats=lambda tools: kind(Letters()),
+        formats=lambda tools: form,
         text=lambda ids: bytes(one for one in ids if one != STOP).decode(errors="replace"),
         sampling=Sampling(n=1, max_tokens=60, temperature=1.0),
         counts=Counter(),

@@ -195,16 +195,14 @@ class ServedPlayer:
 
     def _format(self, tools: Sequence[Message]) -> ChatFormat:
         """Return how chats with these tools are written. Raises RequestError."""
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._formats:
-            if len(self._formats) >= MOST_FORMATS:  # a client has many sets of tools
-                self._formats.pop(next(iter(self._formats)))
-            try:
+        try:
+            key = json.dumps(list(tools), sort_keys=True)
+            if key not in self._formats:
+                if len(self._formats) >= MOST_FORMATS:  # a client has many sets of tools
+                    self._formats.pop(next(iter(self._formats)))
                 self._formats[key] = self._make(tools)
-            except Exception as error:
-                raise RequestError(
-                    400, f"these tools cannot be told to the model: {error}"
-                ) from error
+        except Exception as error:
+            raise RequestError(400, f"these tools cannot be told to the model: {error}") from error
         return self._formats[key]
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.config.schema import RolloutConfig
+from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import ChatFormat, Message, Said
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, after, said
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, turn_room
 
 Sample = Callable[[list[int], Sampling], Awaitable[Completion]]
@@ -134,7 +135,7 @@ class ServedEpisode:
         asked = self._asked.get(request.digest)
         left = asked is not None and not asked.waiting and not (asked.turn and asked.turn.read)
         if asked is None or not (request.retried or left):
-            asked = _Asked(asyncio.ensure_future(self._answer(request)))
+            asked = _Asked(asyncio.ensure_future(self._contained(request)))
             self._asked[request.digest] = asked
             self._tasks.add(asked.task)
             asked.task.add_done_callback(lambda task: self._answered(request.digest, task))
@@ -170,6 +171,16 @@ class ServedEpisode:
             if not turn.read:  # nothing stands behind it: nobody knew it
                 self.episode.session.forget(turn.row)
                 self._counts["turns_unread"] += 1
+
+    async def _contained(self, request: ChatRequest) -> Reply:
+        """Answer a request; what nobody has foreseen is a failure of this episode alone."""
+        try:
+            return await self._answer(request)
+        except (RequestError, EngineError, EnvironmentFailed):
+            raise
+        except Exception as error:
+            why = f"a request cannot be answered: {type(error).__name__}: {error}"
+            raise EnvironmentFailed("answer", why) from error
 
     async def _answer(self, request: ChatRequest) -> Reply:
         chat, session = self._formats(request.tools), self.episode.session
@@ -207,6 +218,8 @@ class ServedEpisode:
     ) -> Reply:
         """Append a turn to its row, and know it from now on."""
         episode, ids = self.episode, done.token_ids.tolist()
+        text = self._text(ids)
+        found, message = _understood(chat, before, ids, text, self._begun)
         cause, again = episode.session.prefilled(done, row)
         self._counts[f"prefilled_{cause}"] += again
         episode.session.take(done, row)
@@ -214,13 +227,7 @@ class ServedEpisode:
         episode.last_token = time.time()
         episode.labels |= {label for label, _, _ in done.labels}
         self._counts["turns"] += 1
-        text = self._text(ids)
         episode.said += [_in_words(request.messages[-1]), text]
-        try:
-            found = chat.read(before, ids, text)
-        except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
-            found = Said(text, unreadable=f"the turn cannot be read: {error}"[:200])
-        message = said(_replied(found, self._begun))
         turn = ServedTurn(
             len(self.turns), row, len(before), len(before) + len(ids), found, forked, request.label
         )
@@ -269,6 +276,8 @@ class ServedEpisode:
             prompt = chat.prompt([_as_template(one) for one in messages])
         except Exception as error:  # templates are programs, and some refuse an order of roles
             raise RequestError(400, f"the chat template refuses the messages: {error}") from error
+        if not prompt:  # no engine can begin behind nothing
+            raise RequestError(400, "the messages make a prompt without a token: say something")
         why = "template" if known else self._changed(request)
         return _Place(None, prompt, why)
 
@@ -314,6 +323,21 @@ def _difference(mine: Sequence[Message], theirs: Sequence[Message]) -> str:
     if len(new.get("tool_calls", ())) == len(old.get("tool_calls", ())) > 0:
         return "calls"
     return "edited"
+
+
+def _understood(
+    chat: ChatFormat, before: list[int], ids: list[int], text: str, number: int
+) -> tuple[Said, Message]:
+    """Read a turn, and write it as a message; as its text alone where that cannot be done: the
+    policy may say anything, and its client gets what it said.
+    """
+    try:
+        found = chat.read(before, ids, text)
+        return found, said(_replied(found, number))
+    except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
+        plain = text.encode(errors="replace").decode()
+        found = Said(plain, unreadable=f"the turn cannot be read: {error}"[:200])
+        return found, said(_replied(found, number))
 
 
 def _replied(found: Said, number: int) -> Message:

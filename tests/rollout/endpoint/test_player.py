@@ -98,6 +98,13 @@ def test_what_the_policy_cannot_have_caused_is_no_score(
     assert counts[f"environment_{reason}"] == 1
 
 
+def test_an_error_that_nobody_has_foreseen_fails_its_episode() -> None:
+    found, counts = play(Saying(KeyError("odd")), config_of([*script("failing"), "exits"]))
+    assert isinstance(found, EnvironmentFailed), found
+    assert found.reason == "answer" and "KeyError: 'odd'" in str(found)
+    assert counts["environment_answer"] == counts["requests_503"] == 1
+
+
 @pytest.mark.parametrize("on_timeout", ["score_zero", "fail_group"])
 def test_a_program_that_hangs_ends_at_its_deadline(on_timeout: str) -> None:
     environment = {"step_timeout_s": 1.5, "on_timeout": on_timeout}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
 
-from async_grpo.rollout.chat_format import Message
+from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.rollout.chat_format import Message, PlainFormat, Said
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
 from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
 from async_grpo.rollout.engine import EngineError
 from async_grpo.rollout.episodes import as_rows
+from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 
 
@@ -225,6 +227,57 @@ def test_what_no_client_can_have_caused_is_kept() -> None:
             with pytest.raises(EngineError):
                 await say(episode, [user("a?")])
         assert isinstance(episode.failure, EngineError) and not episode._asked
+
+    run(scenario())
+
+
+def test_what_nobody_has_foreseen_is_a_failure_of_the_episode_alone() -> None:
+    class Odd(Policy):
+        async def sample(self, tokens: list[int], sampling: Any) -> Any:
+            raise KeyError("odd")
+
+    async def scenario() -> None:
+        episode = served(Odd())
+        with pytest.raises(EnvironmentFailed, match=r"answer: .* KeyError: 'odd'"):
+            await say(episode, [user("a?")])
+        assert isinstance(episode.failure, EnvironmentFailed)
+
+    run(scenario())
+
+
+def test_messages_without_a_token_are_refused_and_the_episode_goes_on() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two")
+        episode = served(policy)
+        for messages in ([user("")], [{"role": "system", "content": ""}, user("")]):
+            with pytest.raises(RequestError, match="without a token") as refused:
+                await say(episode, messages)
+            assert refused.value.status == 400
+        assert not policy.asked and episode.failure is None and not episode.used_up
+        first = await say(episode, [user("a?")])
+        await say(episode, [user("a?"), first.message, user("")])
+        assert [row.segments for row in episode.episode.session.rows] == [[(0, 4), (0, 4)]]
+
+    run(scenario())
+
+
+class Unspeakable(PlainFormat):
+    """Reads a call whose name no message may have."""
+
+    def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
+        return Said("", [{"name": "\ud800", "arguments": {}}])
+
+
+def test_a_client_gets_every_turn_that_is_trained() -> None:
+    """Also one that is read as something that no message can say: then it gets the text."""
+
+    async def scenario() -> None:
+        episode = served(Policy("one", "two"), chat=Unspeakable(Letters()))
+        first = await say(episode, [user("a?")])
+        assert first.message == {"role": "assistant", "content": "one"}
+        second = await say(episode, [user("a?"), first.message, user("b?")])
+        assert second.message["content"] == "two"
+        assert [row.segments for row in episode.episode.session.rows] == [[(0, 4), (2, 4)]]
 
     run(scenario())
 

@@ -132,6 +132,7 @@ def body_of(**changed: Any) -> bytes:
         (body_of(messages=None), "`messages` is empty"),
         (body_of(messages={"role": "user"}), "must be a list"),
         (body_of(messages=[3]), "message 0"),
+        (body_of(messages=[{"role": "user", "content": ""}]), "without a token"),
         (body_of(messages=[{"role": "root", "content": "x"}]), "`role`"),
         (body_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "text"),
         (body_of(messages=[{"role": "user", "content": "\ud800"}]), "Unicode"),
