@@ -288,6 +288,7 @@ _RULES = (
     data("^train_dataset.path", "task.train"),
     data("^valid_dataset.path", "task.eval"),
     same("^train_dataset.batch_size", "rollout.rollout_batch_size", "prompts, which are groups"),
+    same("^train_dataset.max_length", "rollout.prompt_length", "longer prompts are left out there"),
     none("^train_dataset.* ^valid_dataset.*", DATA_FILES),
     # ---- sampling
     same("^gconfig.n_samples", "rollout.group_size"),
@@ -349,7 +350,7 @@ _RULES = (
     same("^actor.optimizer.weight_decay", "learner.weight_decay"),
     by("^actor.optimizer.beta1 ^actor.optimizer.beta2", lambda value, source: Meant({
         "learner.betas": [source.number("actor.optimizer.beta1", 0.9),
-                          source.number("actor.optimizer.beta2", 0.95)]})),
+                          source.number("actor.optimizer.beta2", 0.999)]})),
     same("^actor.optimizer.gradient_clipping"),
     words("^actor.optimizer.lr_scheduler_type", "learner.schedule", {
         "constant": "constant", "linear": "linear", "cosine": "cosine",
@@ -383,6 +384,16 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     """Say what AReaL does where a file says nothing, and we do not."""
     own = "AReaL's default"
     yield "rollout.group_size", 1, own
+    yield "rollout.response_length", 16384, own
+    batch = int(source.number("train_dataset.batch_size", 1))
+    yield "rollout.rollout_batch_size", batch, own
+    yield "learner.ppo_mini_batch_size", max(1, batch // 4), f"{own}: 4 minibatches"
+    yield "learner.lr", 1e-3, own
+    yield "learner.weight_decay", 0.01, own
+    yield "learner.betas", [0.9, 0.999], own
+    if "actor.kl_ctl" not in source.given and source.has("ref.path", "ref.experiment_name"):
+        yield "algorithm.add_token_level_kl", True, f"{own}, with a reference"
+        yield "algorithm.kl_ctrl.kl_coef", 0.1, own
     yield "algorithm.anchor", _anchor(source), "the log-probs that AReaL's ratios are taken against"
     yield "replay.max_staleness", 0, own
     low = source.number("actor.eps_clip", 0.2)

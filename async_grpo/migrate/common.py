@@ -146,22 +146,6 @@ def off_is_zero(value: Any) -> int:
     return max(0, whole(value))
 
 
-def share_of_steps(keys: str, total: str, updates: float) -> KeyRule:
-    """Take a warm-up given as a share of all steps, counted in optimizer updates here."""
-
-    def convert(value: Any, source: Source) -> Meant:
-        share, steps = number(value), source.number(total)
-        if share and steps <= 0:
-            raise Untranslatable(
-                "a share of all steps, whose number is not in the file: `learner.warmup_steps` "
-                "counts optimizer updates"
-            )
-        note = "a share of all steps there, optimizer updates here"
-        return Meant({"learner.warmup_steps": round(share * steps * updates)}, note)
-
-    return by(keys, convert)
-
-
 def kl_in_loss(keys: str) -> KeyRule:
     """Take a coefficient of the KL in the loss, of which 0 is off."""
 

@@ -43,7 +43,6 @@ from async_grpo.migrate.rules import (
 )
 from async_grpo.migrate.source import Source
 
-_SAMPLES = ("n_samples_per_prompt", "rollout.n_samples_per_prompt")
 _NO_CAP = 1e9
 """Above the ratio that the clamped logarithm can give."""
 _NO_CORRECTION = "the correction is off"
@@ -53,12 +52,40 @@ def _first(source: Source, names: Iterable[str], default: float) -> float:
     return next((source.number(name) for name in names if source.has(name)), default)
 
 
+def _group_size(source: Source) -> float:
+    """Count the responses of a prompt; `eval.n_samples_per_prompt` is another matter."""
+    names = ("n_samples_per_prompt", "rollout.n_samples_per_prompt")
+    return next((source.number(name) for name in names if name in source.given), 1)
+
+
+def _lengths(source: Source) -> tuple[int, int]:
+    """Longest prompt and response: each by its own option, or by the dotted one for both."""
+    if source.has("prompt_max_len", "generate_max_len") or not any(
+        "." in key for key in source.given
+    ):
+        return int(source.number("prompt_max_len", 1024)), int(
+            source.number("generate_max_len", 1024)
+        )
+    total = int(source.number("data.max_len", 2048))
+    response = int(source.number("rollout.max_new_tokens", total // 2))
+    return max(1, total - response), response
+
+
+def _row(value: Any, source: Source) -> Meant:
+    prompt, response = _lengths(source)
+    found = {"rollout.prompt_length": prompt}
+    if source.has("rollout.max_new_tokens"):
+        return Meant(found, "of prompt and response together there")
+    found["rollout.response_length"] = response
+    return Meant(found, "of prompt and response together there, halved here")
+
+
 def _on(source: Source, *names: str) -> bool:
     return any(str(source.find(name, False)).lower() == "true" for name in names)
 
 
 def _mini_batch(value: Any, source: Source) -> Meant:
-    size = _first(source, _SAMPLES, 1)
+    size = _group_size(source)
     note = f"{value} responses over {size:g} per prompt; {spoken(['train_batch_size'], value)}"
     return Meant({"learner.ppo_mini_batch_size": groups_of(whole(value), size)}, note)
 
@@ -66,7 +93,7 @@ def _mini_batch(value: Any, source: Source) -> Meant:
 def _micro_batch(value: Any, source: Source) -> Meant:
     if _on(source, "use_dynamic_batch", "train.dynamic_batch_enable"):
         raise Untranslatable("with dynamic batches OpenRLHF counts tokens")
-    row = _first(source, ("prompt_max_len",), 1024) + _first(source, ("generate_max_len",), 1024)
+    row = sum(_lengths(source))
     note = f"rows there, tokens here: x {row:g}, the longest row"
     return Meant({"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
 
@@ -133,6 +160,14 @@ def _kl_estimator(value: Any, source: Source) -> Meant:
         return found
     table = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
     return words("kl_estimator", "algorithm.kl_ctrl.kl_type", table).convert(value, source)
+
+
+def _kl_target(value: Any, source: Source) -> Meant:
+    if _on(source, "use_kl_loss", "kl.use_loss"):
+        raise Untranslatable("the weight of the KL in the loss is fixed here")
+    return Meant(
+        {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": number(value)}
+    )
 
 
 def _clip_pair(value: Any, source: Source) -> Meant:
@@ -247,7 +282,13 @@ _RULES = (
          "reward.model_name_or_path", "rewards come from the task's `score` (docs/tasks.md)"),
     none("reward_num_* ref_num_* ref_reward_offload", PROCESSES),
     data("prompt_data data.prompt_dataset", "task.train"),
-    data("eval_dataset", "task.eval"),
+    by("data.max_len", _row),
+    # ---- evaluation, whose options have the names of those of rollouts
+    data("eval_dataset eval.dataset", "task.eval"),
+    every("eval_steps eval.steps", "evaluation.every_steps"),
+    same("eval_n_samples_per_prompt eval.n_samples_per_prompt", "evaluation.n"),
+    same("eval_temperature eval.temperature", "evaluation.temperature"),
+    none("eval.*", DATA_FILES),
     none("input_key label_key output_key apply_chat_template input_template prompt_split "
          "prompt_data_probs eval_split max_samples train_split data.*", DATA_FILES),
     # ---- batch
@@ -264,7 +305,7 @@ _RULES = (
     same("max_epochs train.max_epochs"),
     same("num_episodes train.num_episodes"),
     same("prompt_max_len"),
-    same("generate_max_len"),
+    same("generate_max_len rollout.max_new_tokens", "rollout.response_length"),
     none("max_len", "`rollout.prompt_length` + `rollout.response_length`"),
     same("temperature", "rollout.temperature"),
     same("top_p", "rollout.top_p"),
@@ -275,13 +316,16 @@ _RULES = (
     by("init_kl_coef kl.init_coef", _kl_weight),
     by("use_kl_loss kl.use_loss", _kl_switch),
     by("kl_estimator kl.estimator", _kl_estimator),
+    by("kl_target kl.target", _kl_target),
+    same("kl_horizon kl.horizon", "algorithm.kl_ctrl.horizon"),
     by("eps_clip_low_high", _clip_pair),
     by("eps_clip", _clip),
     by("dual_clip", _dual_clip),
     words("policy_loss_type", "algorithm.policy_loss", {"ppo": "ppo_clip", "gspo": "gspo"}),
-    same("entropy_loss_coef"),
+    same("entropy_loss_coef actor.entropy_coef", "algorithm.entropy_coef"),
     by("reward_clip_range reward.clip_range", _reward_range),
-    none("normalize_reward", "of a reward model's values; see `algorithm.reward_norm`"),
+    none("normalize_reward reward.normalize_enable", "of a reward model's values; see "
+         "`algorithm.reward_norm`"),
     by("overlong_buffer_len", _overlong),
     same("overlong_penalty_factor"),
     none("stop_properly_penalty_coef", "`algorithm.mask_truncated`, or a shaping of your own "
@@ -296,8 +340,10 @@ _RULES = (
     none("partial_rollout partial_rollout_enable", "responses always go on under new weights here"),
     # ---- optimizer
     same("actor_learning_rate actor.adam.lr"),
-    same("l2", "learner.weight_decay"),
-    same("adam_betas", "learner.betas"),
+    same("l2 actor.adam.weight_decay", "learner.weight_decay"),
+    same("adam_betas actor.adam.betas", "learner.betas"),
+    none("actor.adam.* actor.muon.* actor.optim actor.min_lr_ratio", "AdamW is the optimizer here, "
+         "and schedules fall to 0"),
     same("max_norm"),
     _schedule(),
     by("lr_warmup_ratio", _warmup_share),
@@ -309,6 +355,7 @@ _RULES = (
     }),
     by("gradient_checkpointing *gradient_checkpointing_enable",
        _only("learner.gradient_checkpointing", True)),
+    *adapters("ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules"),
     *adapters("lora_rank", "lora_alpha", "target_modules"),
     none("packing_samples *packing_samples", "rows are always packed here"),
     none("flash_attn attn_implementation load_in_4bit lora_dropout zpg overlap_comm deepcompile "
@@ -329,19 +376,18 @@ _RULES = (
     none("vllm_* vllm.* enable_prefix_caching", "an argument of the engine: `cluster.engine.vllm`"),
     # ---- operation
     same("seed", "seed"),
-    directory("save_path"),
+    directory("save_path ckpt.output_dir"),
     none("ckpt_path save_hf_ckpt disable_ds_ckpt save_value_network max_ckpt_mem "
          "use_ds_universal_ckpt", "checkpoints are in `run.dir`, the model beside them"),
     every("save_steps", "checkpoint.every_steps"),
-    every("eval_steps", "evaluation.every_steps"),
-    same("eval_n_samples_per_prompt", "evaluation.n"),
-    same("eval_temperature", "evaluation.temperature"),
-    same("max_ckpt_num"),
-    by("load_checkpoint", _only("checkpoint.resume", "auto")),
+    same("max_ckpt_num ckpt.max_num", "checkpoint.keep"),
+    by("load_checkpoint ckpt.load_enable", _only("checkpoint.resume", "auto")),
+    none("ckpt.*", "checkpoints are in `run.dir`, the model beside them"),
     none("logging_steps", "every learner step is logged"),
-    experiment("wandb_project"),
-    file_name("wandb_run_name"),
-    none("use_wandb use_tensorboard wandb_*", "the tracker is MLflow here (`tracking.mlflow`)"),
+    experiment("wandb_project logger.wandb.project"),
+    file_name("wandb_run_name logger.wandb.run_name"),
+    none("use_wandb use_tensorboard wandb_* logger.*", "the tracker is MLflow here "
+         "(`tracking.mlflow`)"),
     none("local_rank use_ms perf full_determinism", PROCESSES),
 )  # fmt: skip
 
@@ -349,14 +395,26 @@ _RULES = (
 def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     """Say what OpenRLHF does where a command says nothing, and we do not."""
     own = "OpenRLHF's default"
-    size = _first(source, _SAMPLES, 1)
+    size = _group_size(source)
+    prompt, response = _lengths(source)
+    yield "rollout.rollout_batch_size", 1024, own
     yield "rollout.group_size", int(size), own
+    yield "rollout.prompt_length", prompt, own
+    yield "rollout.response_length", response, own
+    yield "learner.schedule", "cosine", f"{own}, which falls to a tenth there, to 0 here"
+    yield "learner.zero_stage", 2, own
+    yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
+    yield "algorithm.advantage_clip", 10.0, f"{own}: reward_clip_range"
     yield "learner.ppo_mini_batch_size", groups_of(128, size), f"{own}: 128 responses"
     if not source.has("init_kl_coef", "kl.init_coef"):
         loss = _on(source, "use_kl_loss", "kl.use_loss")
         name = "kl_loss_coef" if loss else "kl_ctrl.kl_coef"
         yield f"algorithm.{name}", 0.01, own
         yield "algorithm.use_kl_loss" if loss else "algorithm.add_token_level_kl", True, own
+    if _on(source, "use_kl_loss", "kl.use_loss"):
+        found = _kl_estimator("k1", source)
+        for name, value in found.values.items():
+            yield name, value, f"{own}: k1; {found.note}"
     yield "algorithm.anchor", "recomputed", "OpenRLHF's old log-probs are always the learner's"
     asynchronous = _asynchronous(source)
     why = "a queue of one batch" if asynchronous else "synchronous there; 1 and more overlaps"

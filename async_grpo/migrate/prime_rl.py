@@ -164,6 +164,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     if str(source.find("advantage.type", "grpo")) != "max_rl":
         yield "algorithm.norm_adv_by_std_in_grpo", False, "reward - mean, without a deviation"
     yield "algorithm.behavior_penalty", 1e-3, f"{own}: a squared penalty towards the sampler"
+    yield "learner.betas", [0.9, 0.999], own
+    yield "learner.weight_decay", 0.01, own
     yield "replay.max_staleness", 8, own
     yield "replay.on_stale", "expire", "prime-rl drops what is too old; here it is sampled again"
 

@@ -62,20 +62,41 @@ def _data_parallel(source: Source) -> int:
     return max(1, int(len(_devices(source, "actor_train")) // max(1, shared)))
 
 
+def _lengths(source: Source) -> tuple[int, int]:
+    """Longest prompt, and longest response: what the prompt leaves of sequence_length."""
+    prompt = source.number("prompt_length", 1024)
+    response = source.number("response_length", 512)
+    total = source.number("sequence_length", prompt + response)
+    return int(prompt), int(total - prompt)
+
+
+def _sequence(value: Any, source: Source) -> Meant:
+    if whole(value) <= source.number("prompt_length", 1024):
+        raise Untranslatable("it leaves no room for a response")
+    note = "of prompt and response together"
+    return Meant({"rollout.response_length": _lengths(source)[1]}, note)
+
+
+def _response(value: Any, source: Source) -> Meant:
+    if source.has("sequence_length"):
+        raise Untranslatable("sequence_length counts, less prompt_length")
+    return Meant({"rollout.response_length": whole(value)})
+
+
 def _mini_batch(value: Any, source: Source) -> Meant:
     accumulated = source.number("actor_train.training_args.gradient_accumulation_steps", 1)
     rows = whole(value) * accumulated * _data_parallel(source)
     size = source.number("num_return_sequences_in_group", 1)
-    batch = source.number("rollout_batch_size", 1)
+    batch = source.number("rollout_batch_size", 128)
     groups = min(groups_of(rows, size), int(max(1, batch)))
     ranks = _data_parallel(source)
     note = (
         f"{whole(value)} rows x {accumulated:g} accumulated x {ranks} ranks = {rows:g} rows, over "
         f"{size:g} responses per prompt"
     )
-    row = source.number("prompt_length", 512) + source.number("response_length", 512)
     found = {"learner.ppo_mini_batch_size": groups}
-    return Meant(found | {"learner.tokens_per_micro_batch": int(whole(value) * row)}, note)
+    tokens = whole(value) * sum(_lengths(source))
+    return Meant(found | {"learner.tokens_per_micro_batch": tokens}, note)
 
 
 def _accumulated(value: Any, source: Source) -> Meant:
@@ -199,6 +220,24 @@ def _shift(name: str) -> Any:
     return convert
 
 
+def _kl_switch(value: Any, source: Source) -> Meant:
+    if boolean(value) and source.number("kl_loss_coef") == 0:
+        return Meant({"algorithm.use_kl_loss": False}, "kl_loss_coef is 0")
+    return Meant({"algorithm.use_kl_loss": boolean(value)})
+
+
+def _kl_weight(value: Any, source: Source) -> Meant:
+    return Meant({"algorithm.kl_loss_coef": number(value)} if number(value) else {}, "k3; 0 is off")
+
+
+def _warmup_share(value: Any, source: Source) -> Meant:
+    if source.number("actor_train.training_args.warmup_steps"):
+        raise Untranslatable("warmup_steps counts")
+    if number(value) == 0:
+        return Meant({}, "none")
+    raise Untranslatable("a share of all updates; `learner.warmup_steps` is a number of them")
+
+
 def _staleness(value: Any, source: Source) -> Meant:
     ratio = number(value)
     note = "batches ahead there, a strict bound per token here"
@@ -261,8 +300,8 @@ _RULES = (
     same("^num_return_sequences_in_group"),
     none("^is_num_return_sequences_expand", "the responses of a prompt always run side by side"),
     same("^prompt_length", "rollout.prompt_length"),
-    same("^response_length", "rollout.response_length"),
-    none("^sequence_length", "`rollout.prompt_length` + `rollout.response_length`"),
+    by("^response_length", _response),
+    by("^sequence_length", _sequence),
     by("^async_generation_ratio", _staleness),
     same("^ppo_epochs", "learner.ppo_epochs"),
     none("^generate_opt_level ^is_use_additional_prompts ^max_additional_running_prompts",
@@ -297,8 +336,8 @@ _RULES = (
     none("^use_pg_clip_range", "`algorithm.clip_ratio_low` and `_high` are what counts there"),
     by("^dual_clip_loss", _dual_clip),
     by("^train_infer_correction*", _corrected),
-    switch("^use_kl_loss", "algorithm.use_kl_loss"),
-    same("^kl_loss_coef", "algorithm.kl_loss_coef", "k3"),
+    by("^use_kl_loss", _kl_switch),
+    by("^kl_loss_coef", _kl_weight),
     same("^entropy_loss_coef"),
     same("^loss_agg_mode", "algorithm.loss_agg_mode", "S counts rows with tokens in the loss here"),
     # ---- actor_train
@@ -308,7 +347,7 @@ _RULES = (
     same("actor_train.training_args.learning_rate", "learner.lr"),
     same("actor_train.training_args.weight_decay", "learner.weight_decay"),
     same("actor_train.training_args.warmup_steps", "learner.warmup_steps"),
-    same("actor_train.training_args.max_grad_norm", "learner.grad_clip"),
+    same("^max_grad_norm actor_train.training_args.max_grad_norm", "learner.grad_clip"),
     words("actor_train.training_args.lr_scheduler_type", "learner.schedule", {
         "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
         "cosine": "cosine",
@@ -318,6 +357,11 @@ _RULES = (
     switch("actor_train.*gradient_checkpointing", "learner.gradient_checkpointing"),
     by("actor_train.training_args.per_device_train_batch_size", _mini_batch),
     by("actor_train.training_args.gradient_accumulation_steps", _accumulated),
+    by("actor_train.training_args.adam_beta1 actor_train.training_args.adam_beta2",
+       lambda value, source: Meant({"learner.betas": [
+           source.number("actor_train.training_args.adam_beta1", 0.9),
+           source.number("actor_train.training_args.adam_beta2", 0.999)]})),
+    by("actor_train.training_args.warmup_ratio", _warmup_share),
     none("actor_train.training_args.num_train_epochs", "max_steps counts"),
     none("actor_train.training_args.*", "of the trainer there"),
     data("actor_train.data_args.file_name", "task.train"),
@@ -349,6 +393,25 @@ _RULES = (
 def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     """Say what ROLL does where a file says nothing, and we do not."""
     own = "ROLL's default"
+    yield "run.total_steps", 500, own
+    yield "checkpoint.every_steps", 50, own
+    if any(key.startswith("validation.") for key in source.given):
+        yield "evaluation.every_steps", 10, own
+    yield "rollout.rollout_batch_size", 128, own
+    yield "rollout.prompt_length", 1024, own
+    if any(key.startswith("actor_infer.generating_args.") for key in source.given):
+        yield "rollout.temperature", 0.95, own
+        yield "rollout.top_p", 0.7, own
+        yield "rollout.top_k", 50, own
+    if not source.has("actor_train.training_args.per_device_train_batch_size"):
+        for name, value in _mini_batch(8, source).values.items():
+            yield name, value, f"{own}: 8 rows of a device"
+    yield "learner.lr", 5e-5, own
+    yield "learner.betas", [0.9, 0.999], own
+    yield "learner.schedule", "linear", own
+    yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
+    if str(source.find("add_token_level_kl")).lower() == "true":
+        yield "algorithm.kl_ctrl.kl_coef", 0.2, own
     yield "algorithm.loss_agg_mode", "seq-mean-token-mean", own
     clip = source.number("pg_clip", 0.2)
     for side in ("low", "high"):
