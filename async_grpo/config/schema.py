@@ -224,7 +224,9 @@ class Verifier(Section):
     timeout_s: Seconds = 10.0
     """Longest time one response may take to score; then the child is killed and replaced."""
     memory_mb: Positive = 2048
-    """Address-space limit of a verifier child in MiB."""
+    """Most memory of its own that a verifier child may have, in MiB; reserved addresses, mapped
+    files and shared memory do not count.
+    """
     on_error: Annotated[
         Literal["drop_group", "zero", "fail"],
         warn("what a response is worth that cannot be scored"),

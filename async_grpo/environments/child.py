@@ -2,13 +2,14 @@
 
 Runs in: an environment child, one fresh interpreter with many episodes. Hides the far end of the
 pipe. Requests are [call, episode, name of the call, argument]; replies are [call, "ok", value] or
-[call, reason, detail].
+[call, reason, detail]; the reason `STUCK` is a timeout that this process does not get over.
 
 Plain methods run one at a time, in one thread. One that takes longer than its deadline keeps that
 thread, and another one goes on with the others: the episode is lost, its neighbours are not. The
-pool ends the process once these have ended. Invariants: every request gets one reply, as long as
-the process can run Python at all; a deadline begins with the call, not with the wait for its turn;
-`close` is called once for every environment that was made and whose calls have returned.
+pool ends the process once these have ended. A coroutine that takes longer is cancelled, and its
+environment closed as any other. Invariants: every request gets one reply, as long as the process
+can run Python at all; a deadline begins with the call, not with the wait for its turn; `close` is
+called once for every environment that was made and whose calls have returned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from async_grpo.environments.base import Action, check_observation, to_wire
+from async_grpo.environments.base import STUCK, Action, check_observation, to_wire
 from async_grpo.environments.guard import end_below, guarded
 from async_grpo.environments.tools import with_tools
 from async_grpo.runtime import stacks
@@ -34,7 +35,11 @@ _LONGEST_DETAIL = 500
 
 
 class TooLong(Exception):
-    """A call did not return before its deadline."""
+    """A call took longer than its deadline."""
+
+
+class Stuck(TooLong):
+    """It has not returned, and keeps its thread."""
 
 
 class OneAtATime:
@@ -61,7 +66,7 @@ class OneAtATime:
         return calls
 
     async def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Call in the thread, when it is free. Raises TooLong."""
+        """Call in the thread, when it is free. Raises Stuck."""
         async with self._turn:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[Any] = loop.create_future()
@@ -73,7 +78,7 @@ class OneAtATime:
                 if not deadline.expired():
                     raise  # the call's own
                 self._calls = self._thread()
-                raise TooLong from None
+                raise Stuck from None
 
 
 def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
@@ -109,9 +114,14 @@ class Episodes:
                 value = await self._of(episode, "reset", argument["reference"], argument["seed"])
             else:
                 value = await self._of(episode, "step", Action(**argument))
-        except TooLong:
-            self._open.pop(episode, None)  # its thread is in it
-            return ["timeout", f"{name}() took longer than {self._timeouts[name]:g} s"]
+        except TooLong as error:
+            stuck = isinstance(error, Stuck)
+            if stuck:
+                self._open.pop(episode, None)  # its thread is in it
+            return [
+                STUCK if stuck else "timeout",
+                f"{name}() took longer than {self._timeouts[name]:g} s",
+            ]
         except MemoryError:
             return ["memory", "the environments ran out of environment.memory_mb"]
         except Exception as error:  # noqa: BLE001 - an error of the user's code is an answer

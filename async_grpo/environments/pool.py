@@ -8,9 +8,9 @@ their replacement:
           child 0: episodes 0, 3, 4 ...     child 1: episodes 1, 2, 5 ...
 
 Invariants: every call gets one answer, an observation or an EnvironmentFailed, within its deadline;
-a child whose call did not return, or that ran out of memory, gets no new episodes and is ended when
-its last one has ended; a child that says nothing while it owes answers is killed, and all of its
-episodes fail: nobody knows whose fault it was.
+a child whose call does not return, or that ran out of memory, gets no new episodes and is ended
+when its last one has ended; a child that says nothing while it owes answers is killed, and all of
+its episodes fail: nobody knows whose fault it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.config.environment import EnvironmentConfig
-from async_grpo.environments.base import Action, Observation, from_wire
+from async_grpo.environments.base import STUCK, Action, Observation, from_wire
 from async_grpo.tasks import pipe
 from async_grpo.tasks.children import Child, ChildError, ChildKind
 
@@ -189,8 +189,10 @@ class EnvironmentPool:
             host.calls.pop(number, None)
             self.seconds[name] += time.monotonic() - began
         if status != "ok":
-            reason = status if status in self.REASONS else "crash"
-            raise EnvironmentFailed(reason, str(detail)[:1000])
+            reason = "timeout" if status == STUCK else status
+            raise EnvironmentFailed(
+                reason if reason in self.REASONS else "crash", str(detail)[:1000]
+            )
         return detail
 
     async def _answer(self, host: _Host, future: asyncio.Future[list[Any]]) -> tuple[str, Any]:
@@ -216,7 +218,7 @@ class EnvironmentPool:
                 await self._end(host, error.reason, str(error))
                 return
             host.heard = time.monotonic()
-            if reply[0] in ("timeout", "memory"):  # also where nobody waits for it any more
+            if reply[0] in (STUCK, "memory"):  # also where nobody waits for it any more
                 host.leaving = True
             future = host.calls.get(number) if isinstance(number, int) else None
             if future is not None and not future.done():

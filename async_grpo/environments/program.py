@@ -123,11 +123,7 @@ class ProgramEnvironment:
         }
         problem = json.dumps(told(reference, seed)).encode()
         self._begun = asyncio.create_task(self._launcher.begin(problem, variables))
-        try:
-            await asyncio.shield(self._begun)
-        except asyncio.CancelledError:  # it takes too long; what has begun then is ended
-            self._ending = asyncio.create_task(self.close())
-            raise
+        await asyncio.shield(self._begun)  # `close` ends what begins too late
         return Observation()
 
     async def step(self, action: Action) -> Observation:
@@ -153,10 +149,13 @@ class ProgramEnvironment:
 
     async def close(self) -> None:
         """End the program and what it started, also one that is just being begun."""
-        if self._begun is None:
-            return
+        if self._begun is not None:
+            self._ending = asyncio.create_task(self._end(self._begun))
+            await asyncio.shield(self._ending)  # it goes on where that takes too long
+
+    async def _end(self, begun: asyncio.Task[ProgramProcess]) -> None:
         try:
-            process = await asyncio.shield(self._begun)
+            process = await begun
         except (OSError, RuntimeError):  # there is none: `reset` has raised it
             return
         await process.close()

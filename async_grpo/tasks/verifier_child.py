@@ -62,8 +62,7 @@ def prepare(setup: dict[str, Any]) -> Any:
     """Bound this process, and construct its task."""
     if setup["cpu"]:
         os.sched_setaffinity(0, setup["cpu"])
-    limit = setup["memory_mb"] * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _limit_memory(setup["memory_mb"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     from async_grpo.config import schema
@@ -74,6 +73,14 @@ def prepare(setup: dict[str, Any]) -> Any:
     if isinstance(task, WarmsUp):
         task.warm_up()
     return task
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Bound what this process, and each one that it starts, may write to and shares with none.
+    Addresses that are only reserved do not count: JavaScript, Go and Java reserve gigabytes.
+    """
+    limit = megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _limit_cpu(timeout_s: float) -> None:

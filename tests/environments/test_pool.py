@@ -74,9 +74,11 @@ def test_an_episode_goes_through_reset_steps_and_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_an_episode_that_hangs_harms_itself_alone(later: bool) -> None:
+def test_an_episode_that_hangs_harms_itself_alone(later: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
     async def main() -> None:
-        async with pool_of(options={"later": later}) as pool:
+        async with pool_of(options={"later": later, "log": str(log)}) as pool:
             one, two = [(await pool.open(None, 0))[0] for _ in range(2)]
             first = int((await one.step(told("where"))).content)
             began = time.monotonic()
@@ -88,15 +90,34 @@ def test_an_episode_that_hangs_harms_itself_alone(later: bool) -> None:
             assert caught.value.reason == "timeout" and time.monotonic() - began < 20
             assert (await two.step(told("where"))).content == str(first), "it lives on"
             new, _ = await pool.open(None, 0)
-            assert int((await new.step(told("where"))).content) != first, (
-                "new episodes are not put beside a call that did not return"
-            )
+            beside = int((await new.step(told("where"))).content) == first
+            assert beside is later, "new episodes are not put beside a call that does not return"
             await one.close()
+            assert log.read_text().split().count("closed") == later, "a coroutine has been ended"
             assert alive(first)
             await two.close()
-            await asyncio.to_thread(wait_until_gone, [first])
+            if later:
+                assert alive(first)
+            else:
+                await asyncio.to_thread(wait_until_gone, [first])
             assert (await new.step(told("say on"))).content.startswith("on")
             assert pool.errors == {"timeout": 1}
+
+    run(main)
+
+
+def test_a_coroutine_that_closes_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "CLOSE_S", 0.3)
+
+    async def main() -> None:
+        async with pool_of(options={"later": True}) as pool:
+            one, two = [(await pool.open(None, 0))[0] for _ in range(2)]
+            await one.step(told("linger 600"))
+            first = (await two.step(told("where"))).content
+            await one.close()
+            assert pool.errors == {"timeout": 1} and pool.open_episodes == 1
+            new, _ = await pool.open(None, 0)
+            assert (await new.step(told("where"))).content == first
 
     run(main)
 

@@ -18,7 +18,7 @@ class Told:
 
     def __init__(self, log: str | None) -> None:
         self._log = None if log is None else Path(log)
-        self.turns = 0
+        self.turns, self.closing_s = 0, 0.0
         self._note("made")
 
     def _note(self, text: str) -> None:
@@ -67,6 +67,10 @@ class Told:
         time.sleep(float(text))
         return Observation("woke")
 
+    def do_linger(self, text: str) -> Observation:
+        self.closing_s = float(text)
+        return Observation()
+
     def do_spin(self, text: str) -> Observation:
         while True:
             pass
@@ -110,6 +114,10 @@ class ToldLater(Told):
             await asyncio.sleep(float(argument))
             return Observation("woke")
         return super().step(action)
+
+    async def close(self) -> None:
+        await asyncio.sleep(self.closing_s)
+        super().close()
 
 
 class TaskOfTold:

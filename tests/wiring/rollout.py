@@ -147,7 +147,7 @@ async def _verified(config: Config) -> list[Any]:
             started = set(_children()) - children
             scored = await pool.score("4", "4")
             limits = [
-                [line for line in text.splitlines() if line.startswith("Max address space")]
+                [line for line in text.splitlines() if line.startswith("Max data size")]
                 for text in (Path(f"/proc/{pid}/limits").read_text() for pid in started)
             ]
         finally:

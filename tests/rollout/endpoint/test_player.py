@@ -21,7 +21,7 @@ from async_grpo.environments.program_process import _Pipes
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.tasks.base import TaskError
-from tests.support.programs import config_of, play, script
+from tests.support.programs import PLAIN, config_of, play, playing, script
 from tests.support.scripted_policy import Letters, Saying
 from tests.support.waiting import alive, wait_until, wait_until_gone
 
@@ -105,6 +105,24 @@ def test_an_error_that_nobody_has_foreseen_fails_its_episode() -> None:
     assert counts["environment_answer"] == counts["requests_503"] == 1
 
 
+@PRELOADED
+def test_memory_is_what_a_program_has_not_what_it_reserves(preload: list[str]) -> None:
+    """As the runtimes of other languages do; 20 GiB here."""
+    environment = {"memory_mb": 1024}
+    config = config_of(
+        [*script("failing"), "reserves"], environment=environment, options={"preload": preload}
+    )
+    found, _ = play(Saying("a1"), config)
+    assert isinstance(found, Episode), found
+    assert found.verdict == 1.0
+    config = config_of(
+        [*script("failing"), "eats"], environment=environment, options={"preload": preload}
+    )
+    found, _ = play(Saying("a1"), config)
+    assert isinstance(found, EnvironmentFailed)
+    assert found.reason == "exception" and "MemoryError" in str(found)
+
+
 @pytest.mark.parametrize("on_timeout", ["score_zero", "fail_group"])
 def test_a_program_that_hangs_ends_at_its_deadline(on_timeout: str) -> None:
     environment = {"step_timeout_s": 1.5, "on_timeout": on_timeout}
@@ -115,6 +133,31 @@ def test_a_program_that_hangs_ends_at_its_deadline(on_timeout: str) -> None:
     else:
         assert isinstance(found, Episode)
         assert (found.finish_reason, found.rewards) == ("env_timeout", {"correct": 0.0})
+
+
+@PRELOADED
+def test_a_program_that_hangs_is_ended_with_its_episode(preload: list[str], tmp_path: Path) -> None:
+    """Also one whose environment does not show the key, while its process goes on with others."""
+    pids = tmp_path / "pids"
+    config = config_of(
+        [*script("failing"), "hides_and_hangs", str(pids)],
+        environment={"step_timeout_s": 2.5},
+        options={"preload": preload},
+    )
+
+    async def scenario() -> None:
+        async with playing(Saying("a1", "a1"), config, PLAIN) as (player, task, _):
+            children = set()
+            for _ in range(2):
+                sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
+                found = await player.play(task.train(0), sampling, seed=3)
+                assert found.finish_reason == "env_timeout"
+                program, child = pids.read_text().split()
+                assert not Path(f"/proc/{program}").exists()
+                children.add(child)
+            assert len(children) == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize(

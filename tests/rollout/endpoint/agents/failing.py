@@ -1,5 +1,6 @@
 """Programs that go wrong, each in its way; without any package."""
 
+import ctypes
 import json
 import os
 import random
@@ -38,12 +39,27 @@ elif kind == "prints_much":
     for _ in range(64):
         print("x" * 2**16)
     print(RIGHT)
+elif kind == "reserves":
+    map_memory = ctypes.CDLL(None).mmap
+    map_memory.restype = ctypes.c_void_p
+    private_anonymous_noreserve = 0x4022
+    reserved = map_memory(
+        None, ctypes.c_size_t(20 * 2**30), 0, private_anonymous_noreserve, -1, ctypes.c_long(0)
+    )
+    print(RIGHT if reserved != ctypes.c_void_p(-1).value else "nothing is reserved")
+elif kind == "eats":
+    eaten = [b"x" * 2**26 for _ in range(24)]
+    print(RIGHT)
 elif kind == "kills_itself":
     os.kill(os.getpid(), signal.SIGKILL)
 elif kind == "unknown_reward":
     print(json.dumps({"rewards": {"other": 1.0}}))
 elif kind == "hangs":
     time.sleep(600)
+elif kind == "hides_and_hangs":
+    with open(sys.argv[2], "w") as pids:
+        pids.write(f"{os.getpid()} {os.getppid()}")
+    os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})
 elif kind == "asks_for_ever":
     while True:
         messages.append({"role": "user", "content": "4>"})
