@@ -8,12 +8,14 @@ line (`dropped`).
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
 import stat
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections import deque
 from contextlib import AbstractContextManager
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.callbacks.base import Callback
+from async_grpo.runtime.text import one_line, without_password
 
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
@@ -41,9 +44,14 @@ class MetricStream(Callback):
     """
 
     def __init__(self, to: str) -> None:
-        """to: path, or a URL that begins with http:// or https://."""
+        """to: path, or a URL that begins with http:// or https://. Raises ValueError."""
         self._to, self._path = to, Path(to).expanduser()
         self._remote = to.startswith(("http://", "https://"))
+        if self._remote and not _is_url(to):
+            raise ValueError(
+                f"{without_password(to)!r} is no URL that can be posted to: give it as "
+                "http://host:port/path, in ASCII, without spaces, user and password"
+            )
         self._lines: deque[str] = deque()
         self._dropped = 0
         self._change, self._ending = threading.Condition(), False
@@ -136,9 +144,9 @@ class MetricStream(Callback):
                 lines = [self._lines[at] for at in range(min(len(self._lines), MOST_AT_ONCE))]
             try:
                 sender.send("".join(lines).encode())
-            except OSError as error:  # an error of urllib is one
-                if str(error) != said:
-                    said = self._trouble = str(error)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if one_line(error) != said:
+                    said = self._trouble = one_line(error)
             else:
                 said = ""
                 with self._change:
@@ -161,7 +169,9 @@ class _Poster(AbstractContextManager["_Poster"]):
     def __exit__(self, *_: object) -> None: ...
 
     def send(self, data: bytes) -> None:
-        """Post it. Raises OSError, as urllib's errors are."""
+        """Post it. Raises OSError, as most of urllib's errors are, HTTPException for an answer
+        that is not HTTP, and ValueError for one that redirects to no URL.
+        """
         kind = {"Content-Type": "application/x-ndjson"}
         request = urllib.request.Request(self._url, data, kind, method="POST")
         urllib.request.urlopen(request, timeout=REQUEST_S).close()
@@ -195,3 +205,14 @@ class _Appender(AbstractContextManager["_Appender"]):
 
 def _is_pipe(path: Path) -> bool:
     return path.exists() and stat.S_ISFIFO(path.stat().st_mode)
+
+
+def _is_url(text: str) -> bool:
+    """Whether urllib can open a connection for this URL."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        host, user = (parts.hostname if parts.port != 0 else None), parts.username
+    except ValueError:  # of a bracket, or of the port
+        return False
+    printable = text.isascii() and text.isprintable() and " " not in text
+    return bool(host) and user is None and printable

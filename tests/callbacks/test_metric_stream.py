@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,3 +170,54 @@ def test_a_url_that_is_nowhere_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(metric_stream, "CLOSE_S", 0.2)
     tell_all(MetricStream("http://127.0.0.1:1/in"))
     assert "did not take the last 9 lines" in SAID[-1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"garbage\r\n\r\n", "garbage"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200, "got more than 100 headers"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n", "Invalid IPv6 URL"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_tried_again(answer: bytes, says: str) -> None:
+    def serve() -> None:
+        fine = b"HTTP/1.1 200 OK\r\n\r\n"
+        for text in (answer, answer, fine, fine):
+            taken, _ = listener.accept()
+            with taken:
+                while not got.endswith(b"}\n"):
+                    got.extend(taken.recv(65536))
+                got.append(0)
+                taken.sendall(text)
+
+    got = bytearray()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        stream = MetricStream(f"http://127.0.0.1:{listener.getsockname()[1]}/in")
+        stream.on_start(TRAINER)
+        wait_until(lambda: not stream._lines, 5, "the third answer")
+        stream.on_end(TRAINER, "FINISHED")
+        server.join(5)
+    assert got.count(b'"start"') == 3 and got.count(b'"end"') == 1
+    assert len(SAID) == 1 and f"takes no lines now: {says}" in SAID[0] and "\n" not in SAID[0]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://exa mple:80/",
+        "https://[bad",
+        "http://",
+        "http://host:port/",
+        "http://host:99999/",
+        "http://host/\n",
+        "http://host/\u00e4",
+        "http://somebody:secret@host/",
+    ],
+)
+def test_what_is_no_url_is_said_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="is no URL that can be posted to: give it as") as caught:
+        MetricStream(url)
+    assert "secret" not in str(caught.value)
