@@ -37,7 +37,7 @@ from async_grpo.callbacks.base import Callback
 from async_grpo.cluster.bundles import bundles
 from async_grpo.cluster.placement import room_for
 from async_grpo.cluster.session import survey
-from async_grpo.config.load import load_config, load_settings
+from async_grpo.config.load import load_config, load_settings, resolve
 from async_grpo.config.schema import Config
 from async_grpo.trainer import Trainer
 
@@ -58,16 +58,16 @@ def trainable(config: Config | str | Path, overrides: Sequence[str] = ()) -> typ
 
     config: or a YAML file or recipe, to which the `section.key=value` overrides apply. Parameters
     of a trial are settings: {"learner.lr": 1e-6}; of `cluster` and `learner.ranks` only what asks
-    for no other resources. A trial's run is in `run.dir`, below the trial's id. Raises ConfigError.
+    for no other resources. A trial's run is in `run.dir`, below the trial's id. Relative paths
+    begin at the present working directory. Raises ConfigError.
     """
-    if not isinstance(config, Config):
-        config = load_config(config, overrides)
-    kept = config.model_dump(mode="json")
+    config = resolve(config) if isinstance(config, Config) else load_config(config, overrides)
+    kept, here = config.model_dump(mode="json"), str(Path.cwd())
 
     class AsyncGRPO(RunTrial):
         """The trial of one configuration."""
 
-        settings = kept
+        settings, cwd = kept, here
 
     return tune.with_resources(AsyncGRPO, resources(config))
 
@@ -84,9 +84,12 @@ class _Newest(Callback):
 
 
 class RunTrial(tune.Trainable):
-    """A run as Ray Tune drives it: a learner step at a time. `settings`: of the configuration."""
+    """A run as Ray Tune drives it: a learner step at a time. settings: of the configuration. cwd:
+    where its relative paths begin, since Tune gives each trial a working directory of its own.
+    """
 
     settings: Mapping[str, Any]
+    cwd: str
 
     def __init__(self, *given: Any, **more: Any) -> None:
         """Take what Tune gives. The run starts with its first step, or from a checkpoint."""
@@ -136,7 +139,7 @@ class RunTrial(tune.Trainable):
         if checkpoint is not None:
             chosen["checkpoint.resume"] = checkpoint
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
-        config = load_settings(self.settings, overrides, source=f"trial {trial}")
+        config = load_settings(self.settings, overrides, source=f"trial {trial}", cwd=self.cwd)
         trainer = self._trainer = Trainer(config, callbacks=[self._evaluation])
         trainer.start()
         if config.evaluation.before and not trainer.steps_done:

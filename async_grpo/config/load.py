@@ -58,12 +58,16 @@ def load_config(
 
 
 def load_settings(
-    settings: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "settings"
+    settings: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "settings",
+    cwd: str | Path | None = None,
 ) -> Config:
     """Build a configuration from a mapping of sections as `load_config` does from a file. source:
     what messages call it. Raises ConfigError.
     """
-    return _built(copy.deepcopy(dict(settings)), {}, source, overrides)
+    return _built(copy.deepcopy(dict(settings)), {}, source, overrides, cwd=cwd)
 
 
 def _built(
