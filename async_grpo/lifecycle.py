@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from async_grpo.callbacks.base import Callback, Callbacks
-from async_grpo.callbacks.registry import make_callbacks
+from async_grpo.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.checkpoint.resume import first_evaluation, has_past, last_logged_step, verified
@@ -64,11 +64,13 @@ class Lifecycle:
     def __init__(
         self, config: Config, *, console: Console | None = None, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """callbacks: called at the events of the run, before those of `run.callbacks`."""
+        """callbacks: called at the events of the run, before those of `run.callbacks`. Raises
+        SetupError, ConfigError.
+        """
         self.config = resolve(config)
         self.run_dir = Path(self.config.run.dir)
         self.console = console or Console()
-        self._callbacks = list(callbacks)
+        self._callbacks = given_callbacks(callbacks)
         self.finished: str | None = None
         """Why training ends before its last step, once `finish` was called."""
         self.evaluations: list[tuple[int, dict[str, float]]] = []

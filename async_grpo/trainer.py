@@ -64,7 +64,7 @@ class Trainer(Lifecycle):
 
     def train(self, steps: int | None = None) -> dict[str, Any]:
         """Train to the end of the run, or `steps` more learner steps, and wait until their weights
-        are live; the last result of `steps`, {} where nothing was left to train.
+        are live; the last result of `steps`, {} where nothing is trained, which the console says.
         """
         result: dict[str, Any] = {}
         for result in self.steps(steps):  # noqa: B007 - the last one counts
@@ -84,7 +84,8 @@ class Trainer(Lifecycle):
         """
         try:
             self.start()
-        except StopRequested:  # before there was anything to train
+        except StopRequested as asked:  # before there was anything to train
+            self.console.info(f"nothing is trained: {asked}")
             return
         began = before = time.monotonic()
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
@@ -93,6 +94,8 @@ class Trainer(Lifecycle):
                 f"nothing is left to train: all {counted(self.total_steps, 'learner step')} of the "
                 "run are done; raise run.total_steps to go on from its checkpoint"
             )
+        elif self._ends:
+            self.console.info(f"nothing is trained: {self._why_it_ends()}")
         while True:
             while self.steps_done < last and not self._ends:
                 metrics = self._step()
@@ -270,6 +273,11 @@ class Trainer(Lifecycle):
     def _ends(self) -> bool:
         """Whether no further step is to be trained."""
         return self.stop_requested or self.finished is not None
+
+    def _why_it_ends(self) -> str:
+        if self.finished is None:
+            return "the run was asked to end; another trainer goes on from its checkpoint"
+        return f"the run is finished ({self.finished}); restore a checkpoint to go on from there"
 
     def _step(self) -> dict[str, Any] | None:
         """Train a learner step, and begin what is due after it; its metrics, None if stopped."""

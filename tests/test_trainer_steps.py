@@ -88,8 +88,21 @@ def test_a_finished_run_trains_no_further_and_ends_in_order(tmp_path: Path) -> N
     with trained(tmp_path, Asks("finishes")) as (trainer, said):
         results = list(trainer)
         assert steps(results) == [1, 2] and results[-1]["done"]
-        assert trainer.train() == {} and not trainer.stop_requested
         assert said.getvalue().count("training ends here: it is enough") == 1
+        assert "nothing is trained" not in said.getvalue()
+        assert trainer.train() == {} and not trainer.stop_requested
+        assert said.getvalue().count("nothing is trained: the run is finished (it is enough)") == 1
+
+
+def test_early_stopping_of_the_yaml_ends_a_run(tmp_path: Path) -> None:
+    rule = {"metric": "train/loss", "mode": "min", "patience": 2}
+    with trained(tmp_path, callbacks={"early_stopping": rule}) as (trainer, said):
+        results = list(trainer)
+        assert steps(results) == [1, 2, 3] and results[-1]["done"]
+        why = "train/loss has not improved on 0 in 2 values, the last 0 at step 3"
+        assert said.getvalue().count(f"training ends here: {why}") == 1
+        assert trainer.train() == {}
+        assert said.getvalue().count(f"nothing is trained: the run is finished ({why})") == 1
 
 
 def test_the_command_saves_and_evaluates_a_run_that_a_callback_finished(tmp_path: Path) -> None:
@@ -139,10 +152,12 @@ def test_a_callback_that_cannot_be_made_is_said_before_anything_starts(
 def test_a_signal_drains_the_steps_and_the_script_goes_on(number: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
     asks = Asks(act=lambda _: os.kill(os.getpid(), number))
-    with trained(tmp_path, asks) as (trainer, _):
+    with trained(tmp_path, asks) as (trainer, said):
         with trainer.draining():
             results = list(trainer)
             assert steps(results) == [1, 2] and results[-1]["done"] and trainer.stop_requested
+            assert trainer.train() == {}
+        assert said.getvalue().count("nothing is trained: the run was asked to end") == 1
         assert signal.getsignal(number) == before
         assert trainer.save().name == "step_000002"
 
@@ -185,8 +200,9 @@ def test_who_is_asked_to_end_while_it_starts_trains_nothing(
         trainer._stop_requested.check()
 
     monkeypatch.setattr(Trainer, "_start_system", asked)
-    with pytest.raises(StopRequested), trained(tmp_path) as (trainer, _), trainer.draining():
+    with pytest.raises(StopRequested), trained(tmp_path) as (trainer, said), trainer.draining():
         assert list(trainer) == []
+        assert said.getvalue().count("nothing is trained: the run was asked to end") == 1
         trainer.save()
 
 

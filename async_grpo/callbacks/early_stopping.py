@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.callbacks.base import Callback
@@ -39,8 +40,14 @@ class EarlyStopping(Callback):
         """
         if mode not in ("max", "min"):
             raise ValueError(f"mode is {mode!r}; it is max or min")
-        if patience < 1 or min_delta < 0:
-            raise ValueError("patience is at least 1, and min_delta at least 0")
+        if not isinstance(metric, str):
+            raise ValueError(f"metric is {metric!r}; it is a name (docs/metrics.md)")
+        if not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience is {patience!r}; it is a whole number, at least 1")
+        if not _is_number(min_delta) or min_delta < 0:
+            raise ValueError(f"min_delta is {min_delta!r}; it is a finite number, at least 0")
+        if target is not None and not _is_number(target):
+            raise ValueError(f"target is {target!r}; it is a finite number, or null")
         self._metric, self._target = metric, target
         self._sign = 1.0 if mode == "max" else -1.0
         self._patience, self._min_delta = patience, min_delta
@@ -97,3 +104,7 @@ class EarlyStopping(Callback):
             near = difflib.get_close_matches(self._metric, self._seen, n=3)
             meant = f"; there are {', '.join(near)}" if near else ""
             raise ValueError(f"no metric is called {self._metric}{meant} (docs/metrics.md)")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

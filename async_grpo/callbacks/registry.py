@@ -1,4 +1,4 @@
-"""Makes the callbacks that a configuration names.
+"""Makes the callbacks that a configuration names, and checks those that a script gives.
 
 Runs in: the driver. Hides the table of built-in callbacks, and the import of a user's own.
 """
@@ -6,7 +6,7 @@ Runs in: the driver. Hides the table of built-in callbacks, and the import of a 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from async_grpo.callbacks.base import Callback
@@ -24,6 +24,23 @@ def make_callbacks(wanted: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
     return [_make(name, arguments) for name, arguments in wanted.items()]
 
 
+def given_callbacks(given: Any) -> list[Callback]:
+    """Take the callbacks that a script gives its trainer. Raises SetupError for what is none."""
+    if isinstance(given, Callback) or not isinstance(given, Iterable):
+        raise SetupError(
+            f"`callbacks` is a list of callbacks: write callbacks=[...], not {given!r}"
+        )
+    callbacks = list(given)
+    for one in callbacks:
+        if isinstance(one, type):
+            raise SetupError(
+                f"`callbacks` has the class {one.__name__}; give an object: {one.__name__}(...)"
+            )
+        if not isinstance(one, Callback):
+            raise SetupError(f"`callbacks` has {one!r}, which is no async_grpo.Callback")
+    return callbacks
+
+
 def _make(name: str, arguments: Mapping[str, Any]) -> Callback:
     module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
     if not (module_name and colon and class_name):
@@ -34,7 +51,7 @@ def _make(name: str, arguments: Mapping[str, Any]) -> Callback:
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
         made = kind(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that is a script may exit
         why = f"{type(error).__name__}: {first_line(error)}"
         raise SetupError(f"`run.callbacks`: {name} cannot be made: {why}") from error
     if not isinstance(made, Callback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 
 from async_grpo.callbacks.base import Callback, CallbackFailed, Callbacks
 from async_grpo.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
-from async_grpo.callbacks.registry import make_callbacks
+from async_grpo.callbacks.registry import given_callbacks, make_callbacks
+from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
+from async_grpo.trainer import Trainer
 
 EVENTS = ("start", "step", "publication", "evaluation", "checkpoint", "fault", "end")
 
@@ -33,6 +37,11 @@ class Keeps(Callback):
 
 class NoCallback:
     pass
+
+
+class Exits(Callback):
+    def __init__(self) -> None:
+        sys.exit("a script")
 
 
 def test_the_base_does_nothing_at_every_event() -> None:
@@ -144,13 +153,46 @@ def test_callbacks_are_made_by_name() -> None:
         (f"{__name__}:NoCallback", {}, "is no subclass of async_grpo.Callback"),
         ("early_stopping", {"patince": 1}, "unexpected keyword argument 'patince'"),
         ("early_stopping", {"mode": "up"}, "mode is 'up'; it is max or min"),
-        ("early_stopping", {"patience": 0}, "patience is at least 1"),
+        (f"{__name__}:Exits", {}, "Exits cannot be made: SystemExit: a script"),
+        ("early_stopping", {"metric": 3}, "metric is 3; it is a name"),
+        ("early_stopping", {"patience": 0}, "patience is 0; it is a whole number, at least 1"),
+        ("early_stopping", {"patience": 2.5}, "patience is 2.5; it is a whole number"),
+        ("early_stopping", {"min_delta": -0.1}, "min_delta is -0.1; it is a finite number"),
+        ("early_stopping", {"min_delta": math.nan}, "min_delta is nan; it is a finite number"),
+        ("early_stopping", {"min_delta": "0.1"}, "min_delta is '0.1'; it is a finite number"),
+        ("early_stopping", {"target": "0.5"}, "target is '0.5'; it is a finite number, or null"),
+        ("early_stopping", {"target": math.inf}, "target is inf; it is a finite number, or null"),
+        ("early_stopping", {"target": True}, "target is True; it is a finite number, or null"),
         ("metric_stream", {}, "missing 1 required positional argument: 'to'"),
     ],
 )
 def test_what_cannot_be_made_is_one_sentence(name: str, options: dict, says: str) -> None:
     with pytest.raises(SetupError, match=says):
         make_callbacks({name: options})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            EarlyStopping(),
+            r"is a list of callbacks: write callbacks=\[\.\.\.\], not <.*EarlyStopping",
+        ),
+        (EarlyStopping, r"is a list of callbacks: write callbacks=\[\.\.\.\], not <class"),
+        (None, r"is a list of callbacks: write callbacks=\[\.\.\.\], not None"),
+        ([EarlyStopping], r"has the class EarlyStopping; give an object: EarlyStopping\(\.\.\.\)"),
+        ([Keeps(), "early_stopping"], "has 'early_stopping', which is no async_grpo.Callback"),
+    ],
+)
+def test_what_a_script_gives_that_is_no_callback_is_one_sentence(given: Any, says: str) -> None:
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
+    with pytest.raises(SetupError, match=says):
+        Trainer(config, callbacks=given)
+
+
+def test_callbacks_that_a_script_gives_are_kept_in_their_order() -> None:
+    first, second = Keeps(), EarlyStopping()
+    assert given_callbacks(one for one in (first, second)) == [first, second]
 
 
 class Trains:
