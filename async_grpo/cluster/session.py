@@ -345,7 +345,9 @@ def _given() -> PlacementGroup | None:
     beside the one of this process.
     """
     group = get_current_placement_group()
-    return group if group is not None and group.bundle_count > 1 else None
+    if group is None or not ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
+        return None
+    return group if group.bundle_count > 1 else None
 
 
 def _options(slot: Slot, group: PlacementGroup, index: int) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
+from async_grpo.cluster import session
 from async_grpo.cluster.bundles import Bundle, bundles, place_given
 from async_grpo.cluster.placement import Placement, PlacementError, another
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 
 
@@ -82,3 +86,19 @@ def test_a_group_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(PlacementError, match=r"it needs \{'CPU': 1.0\}, .*tune.resources asks"):
         placed(settings(**values), given)
+
+
+@pytest.mark.parametrize(
+    ("captures", "bundle_count", "lives_in_it"),
+    [(True, 3, True), (False, 3, False), (True, 1, False)],
+)
+def test_a_run_lives_in_a_group_that_captures_children_and_has_bundles_for_them(
+    captures: bool, bundle_count: int, lives_in_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(bundle_count=bundle_count)
+    context = SimpleNamespace(should_capture_child_tasks_in_placement_group=captures)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(session, "get_current_placement_group", lambda: group)
+    joined = RaySession.open(processes=2)
+    assert joined.lent and joined.given is (group if lives_in_it else None)
