@@ -53,10 +53,17 @@ def fixed(reason: str) -> Mark:
 
 
 class Section(BaseModel):
-    """A strict, immutable group of settings: unknown keys and wrong types are errors."""
+    """A strict, immutable group of settings: unknown keys and wrong types are errors, also in a
+    section that comes as an object.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+        use_attribute_docstrings=True,
     )
     on_resume: ClassVar[Mark | None] = None
     """Mark of the keys without one of their own."""
@@ -68,6 +75,10 @@ class Section(BaseModel):
         whole = super().model_copy(deep=deep)
         given = {name: getattr(whole, name) for name in self.model_fields_set}
         return type(self).model_validate(given | dict(update))
+
+    def copy(self, **options: Any) -> Self:
+        """Copy as `model_copy` does, where pydantic's own `copy` would check nothing."""
+        return self.model_copy(**options)
 
     def unchecked_copy(self, *, update: Mapping[str, Any]) -> Self:
         """Copy with values that together no file could have, for a part that is looked at alone."""

@@ -21,7 +21,7 @@ from async_grpo.config import docs, yaml12
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, dump, load_config, preflight_files, resolve
 from async_grpo.config.peers import PEERS
-from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config, LearnerConfig
 from async_grpo.tasks.registry import create_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -861,16 +861,20 @@ def test_a_group_of_long_responses_has_longer(
     [
         (lambda one: {"learner": one.learner.model_copy(update={"lr": -1.0})}, "greater than 0"),
         (lambda one: {"learner": {"lr": -1.0}}, "greater than 0"),
+        (lambda one: {"learner": LearnerConfig.model_construct(lr=-1.0)}, "greater than 0"),
+        (lambda one: {"learner": one.learner.unchecked_copy(update={"lr": -1.0})}, "greater than"),
+        (lambda one: {"learner": one.learner.copy(update={"lr": -1.0})}, "greater than 0"),
         (lambda one: {"learner": {"lrr": 1.0}}, "Extra inputs"),
         (lambda one: {"run": one.run.model_copy(update={"epochs": 3})}, "total_steps"),
     ],
-    ids=["of a section", "as a mapping", "unknown", "together"],
+    ids=["of a section", "mapping", "made", "unchecked", "of old", "unknown", "together"],
 )
-def test_a_copy_is_checked_like_a_file(update: Any, says: str) -> None:
+@pytest.mark.parametrize("copy", ["model_copy", "copy"])
+def test_a_copy_is_checked_like_a_file(copy: str, update: Any, says: str) -> None:
     config = Config.model_validate({"run": {"total_steps": 2}, "model": {"path": "m"}})
     with pytest.raises(ValidationError, match=says):
-        config.model_copy(update=update(config))
+        getattr(config, copy)(update=update(config))
     other = config.model_copy(update={"seed": 3, "learner": {"lr": 0.5}})
     assert (other.seed, other.learner.lr) == (3, 0.5)
     assert other.model_fields_set == config.model_fields_set | {"seed", "learner"}
-    assert config.model_copy() == config
+    assert config.model_copy() == config.copy() == config
