@@ -181,8 +181,10 @@ def _dual_clip(value: Any, source: Source) -> Meant:
 
 
 def _level(value: Any, source: Source) -> Meant:
-    if str(value) != "sequence":
+    if str(value) == "token":
         return Meant({}, "ppo_clip has the ratio of tokens")
+    if str(value) != "sequence":
+        raise Untranslatable("allowed are token and sequence")
     low = source.number("actor.eps_clip", 0.2)
     return Meant(
         {

@@ -200,6 +200,8 @@ def _correction(value: Any, source: Source) -> Meant:
     threshold = source.find("vllm_is_truncated_threshold", source.find("is_correction_threshold"))
     low, high = pair(threshold) if isinstance(threshold, list) else (0.5, number(threshold or 5.0))
     name = str(source.find("vllm_is_correction_type", source.find("is_correction_type", "tis")))
+    if name not in ("tis", "icepop", "seq-mask-tis"):
+        raise Untranslatable("allowed are tis, icepop and seq-mask-tis")
     if name == "seq-mask-tis":
         found = {"algorithm.importance.level": "token", "algorithm.importance.upper": _NO_CAP}
         rule = {"score": "w", "reduce": "mean", "lower": low, "upper": high}

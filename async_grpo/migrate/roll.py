@@ -125,6 +125,8 @@ def _loss(value: Any, source: Source) -> Meant:
 def _level(value: Any, source: Source) -> Meant:
     if str(value) == "token":
         return Meant({}, "ppo_clip has the ratio of tokens")
+    if str(value) != "seq":
+        raise Untranslatable("allowed are token and seq")
     clip = source.number("pg_clip", 0.2)
     return Meant(
         {

@@ -105,8 +105,19 @@ def home(key: str) -> str:
 
 
 def same(keys: str, ours: str = "", note: str = "") -> KeyRule:
-    """Take a value as it is."""
-    return to(keys, ours, lambda value: value, note)
+    """Take a value as it is; for a setting that is a number, also a text that is one."""
+    name = ours or home(keys.split()[0].removeprefix("^"))
+    allowed = settings()[name].allowed
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(part) for part in value]
+        if isinstance(value, str | float) and allowed.startswith("an integer"):
+            return whole(value)
+        numeric = allowed.startswith("a number") or "each a number" in allowed
+        return number(value) if isinstance(value, str) and numeric else value
+
+    return to(keys, name, change, note)
 
 
 def to(keys: str, ours: str, change: Callable[[Any], Any], note: str = "") -> KeyRule:

@@ -23,6 +23,7 @@ from async_grpo.migrate.interpolation import resolve_all
 
 LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
 """Sizes beyond which a file is no configuration."""
+_NUMBER = re.compile(r"\s*[-+]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][-+]?\d{1,3})?\s*")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Source:
         return default
 
     def number(self, key: str, default: float = 0) -> float:
-        """Return the number under the key; `default` for anything else."""
+        """Return the number under the key, also of a text; `default` for anything else."""
         value = self.find(key, default)
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value)
         known = isinstance(value, int | float) and not isinstance(value, bool)
         return value if known and abs(value) < 2**63 else default
 

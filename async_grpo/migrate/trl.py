@@ -179,8 +179,10 @@ def _loss(value: Any, source: Source) -> Meant:
 
 
 def _level(value: Any, source: Source) -> Meant:
-    if str(value) != "sequence":
+    if str(value) == "token":
         return Meant({}, "the losses have the ratio of tokens")
+    if str(value) != "sequence":
+        raise Untranslatable("allowed are token and sequence")
     told = spoken(["importance_sampling_level"], value)
     low = source.number("epsilon", 0.2)
     return Meant(
@@ -260,8 +262,11 @@ _NO_CORRECTION = "no correction: without `use_vllm`, or off"
 
 
 def _importance(source: Source) -> dict[str, Any]:
+    """Say what corrects vLLM's log-probs; nothing for a mode that TRL does not have."""
     name = str(source.find("vllm_importance_sampling_mode", "sequence_mask"))
-    level, mode = _MODES.get(name, _MODES["sequence_mask"])
+    if name not in _MODES:
+        return {}
+    level, mode = _MODES[name]
     cap = source.number("vllm_importance_sampling_cap", 3.0)
     found = {
         "algorithm.importance.level": level,
@@ -276,7 +281,10 @@ def _importance(source: Source) -> dict[str, Any]:
 def _correction(value: Any, source: Source) -> Meant:
     if not _corrected(source):
         return Meant({}, _NO_CORRECTION)
-    return Meant(_importance(source), "")
+    found = _importance(source)
+    if not found:
+        raise Untranslatable(f"allowed as vllm_importance_sampling_mode are {', '.join(_MODES)}")
+    return Meant(found)
 
 
 def _refreshed(value: Any, source: Source) -> Meant:

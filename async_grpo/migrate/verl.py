@@ -186,21 +186,34 @@ _REDUCED = {
 """Part of an option of `rollout_rs`, or one of older versions as a whole -> `reduce`."""
 
 
-def _rules(value: Any, source: Source) -> Meant:
-    """Read `token_k1,seq_max_k3` with its thresholds, or one level of older versions."""
-    options = source.find("rollout_rs")
-    if options is None or str(options).lower() == "none":
+def _ruled(source: Source) -> bool:
+    return str(source.find("rollout_rs", "none")).lower() != "none"
+
+
+def _rules(source: Source) -> dict[str, Any]:
+    """Join the rules of `rollout_rs` (`token_k1,seq_max_k3`, or one level of older versions) and
+    the veto: a response stays where all of them keep it.
+    """
+    rules = []
+    if _ruled(source):
+        names = [part.strip() for part in str(source.find("rollout_rs")).split(",")]
+        given = str(source.find("rollout_rs_threshold", 2.0)).split(",")
+        bounds = given * len(names) if len(given) == 1 else given
+        if _off_policy(source):
+            raise Untranslatable("with bypass_mode the ratio itself is that to the sampler")
+        if len(bounds) != len(names):
+            raise Untranslatable(f"{len(names)} options and {len(bounds)} thresholds")
+        rules += [_rule(name, bound, source) for name, bound in zip(names, bounds, strict=True)]
+    veto = source.find("rollout_token_veto_threshold")
+    if veto is not None:
+        rules.append({"score": "w", "reduce": "min", "lower": number(veto)})
+    return {"algorithm.rejection": rules}
+
+
+def _rejected(value: Any, source: Source) -> Meant:
+    if not _ruled(source):
         return Meant({}, _NO_CORRECTION)
-    if _off_policy(source):
-        raise Untranslatable("with bypass_mode the ratio itself is that to the sampler")
-    names = [part.strip() for part in str(options).split(",")]
-    given = str(source.find("rollout_rs_threshold", 2.0)).split(",")
-    bounds = given * len(names) if len(given) == 1 else given
-    if len(bounds) != len(names):
-        raise Untranslatable(f"{len(names)} options and {len(bounds)} thresholds")
-    rules = [_rule(name, bound, source) for name, bound in zip(names, bounds, strict=True)]
-    told = spoken(["rollout_rs"], options)
-    return Meant({"algorithm.rejection": rules}, told)
+    return Meant(_rules(source), spoken(["rollout_rs"], value))
 
 
 def _rule(name: str, bound: str, source: Source) -> dict[str, Any]:
@@ -221,8 +234,9 @@ def _rule(name: str, bound: str, source: Source) -> dict[str, Any]:
 
 
 def _veto(value: Any, source: Source) -> Meant:
-    rule = {"score": "w", "reduce": "min", "lower": number(value)}
-    return Meant({"algorithm.rejection": [rule]}, spoken(["rollout_token_veto_threshold"], value))
+    if value is None:
+        return Meant({}, _NO_CORRECTION)
+    return Meant(_rules(source), spoken(["rollout_token_veto_threshold"], value))
 
 
 def _normalized(value: Any, source: Source) -> Meant:
@@ -397,7 +411,7 @@ _RULES = (
     by("rollout_is", _weights),
     by("rollout_is_threshold", _threshold),
     by("rollout_is_batch_normalize", _normalized),
-    by("rollout_rs rollout_rs_threshold rollout_rs_threshold_lower", _rules),
+    by("rollout_rs rollout_rs_threshold rollout_rs_threshold_lower", _rejected),
     by("rollout_token_veto_threshold", _veto),
     by("bypass_mode use_rollout_log_probs", lambda value, source: Meant(
         {"algorithm.anchor": "behavior" if _off_policy(source) else "recomputed"}
