@@ -49,6 +49,7 @@ LIBRARIES = {
     "algo": "torch",
     "algo.accuracy": "",
     "algo.catalog": "",  # the settings read it
+    "algo.invariance": "",  # so do the rules
     "algo.filters": "",  # plain numbers: the queue uses them
     "algo.rewards": "",
     "replay": "msgpack numpy",

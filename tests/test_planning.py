@@ -571,13 +571,16 @@ def forked(batch: Batch) -> Batch:
     return Batch(batch.step, tuple(groups))
 
 
+NORM = {"grpo": None, "reinforce_plus_plus_baseline": "group"}  # batch would change nothing
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline", "rloo", "remax"])
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_an_episode_of_several_rows_counts_once(mode: str, estimator: str) -> None:
     settings = config(
         loss_agg_mode=mode,
         adv_estimator=estimator,
-        reward_norm=None if estimator == "grpo" else "batch",  # it would change nothing
+        reward_norm=NORM.get(estimator, "batch"),
         mask_truncated=True,
         overlong_buffer={"enable": True, "len": 4},
     )

@@ -209,8 +209,11 @@ class EstimatorTraits(Traits):
     `returns`: the advantage comes from the return of each token. `baseline`: it needs the reward of
     the prompt's greedy response. `turns`: rewards stand at the ends of turns, and the baseline is
     that of the group's trajectories. `lengths`: it needs response lengths. `divides`:
-    `norm_adv_by_std_in_grpo` means something; `std_levels`: so does `adv_std_level`. `losses`: the
-    losses it goes with (all if empty), and `reason` why.
+    `norm_adv_by_std_in_grpo` means something; `std_levels`: so does `adv_std_level`. `shift`,
+    `scale`: what becomes of a number added to all rewards of a group, and of a factor of theirs, at
+    gamma 1 and before whitening: it `vanishes` (a factor with `divides` only where the switch is
+    on), or the advantages follow, up to a constant (`follows`); empty: neither, or not known.
+    `losses`: the losses it goes with (all if empty), and `reason` why.
     """
 
     compares: bool = True
@@ -221,6 +224,8 @@ class EstimatorTraits(Traits):
     lengths: bool = False
     divides: bool = False
     std_levels: bool = False
+    shift: Literal["", "follows", "vanishes"] = ""
+    scale: Literal["", "follows", "vanishes"] = ""
     losses: tuple[str, ...] = ()
     reason: str = ""
 
@@ -306,8 +311,13 @@ def make_options(name: str, values: Mapping[str, Any]) -> Any:
     return Registry.options[name](**values) if name in Registry.options else None
 
 
-_CENTRED = ("grpo", "grpo_vectorized", "dr_grpo", "rloo")
-_GRPO = EstimatorTraits(divides=True, std_levels=True)
+_COMPARED: dict[str, Any] = {"shift": "vanishes", "scale": "follows"}
+"""Differences of rewards."""
+_SCORED: dict[str, Any] = {"shift": "vanishes", "scale": "vanishes", "divides": True}
+"""Differences of rewards, divided by a deviation."""
+_FOLLOWING: dict[str, Any] = {"shift": "follows", "scale": "follows", "compares": False}
+"""The rewards themselves."""
+_GRPO = EstimatorTraits(std_levels=True, **_SCORED)
 
 ESTIMATORS = Registry(
     "advantage estimator",
@@ -315,24 +325,27 @@ ESTIMATORS = Registry(
     {
         "grpo": _GRPO,
         "grpo_vectorized": _GRPO,
-        "dr_grpo": EstimatorTraits(divides=True),
-        "grpo_passk": EstimatorTraits(divides=True),
-        "rloo": EstimatorTraits(),
-        "reinforce": EstimatorTraits(compares=False, returns=True),
-        "reinforce_plus_plus": EstimatorTraits(compares=False, whitens=True, returns=True),
-        "reinforce_plus_plus_baseline": EstimatorTraits(whitens=True),
-        "remax": EstimatorTraits(compares=False, returns=True, baseline=True),
+        "dr_grpo": EstimatorTraits(divides=True, **_COMPARED),
+        "grpo_passk": EstimatorTraits(**_SCORED),
+        "rloo": EstimatorTraits(**_COMPARED),
+        "reinforce": EstimatorTraits(returns=True, **_FOLLOWING),
+        "reinforce_plus_plus": EstimatorTraits(whitens=True, returns=True, **_FOLLOWING),
+        "reinforce_plus_plus_baseline": EstimatorTraits(whitens=True, **_COMPARED),
+        "remax": EstimatorTraits(compares=False, returns=True, baseline=True, **_COMPARED),
         "turn_grpo": EstimatorTraits(divides=True, returns=True, turns=True),
-        "opo": EstimatorTraits(lengths=True),
+        "opo": EstimatorTraits(lengths=True, **_COMPARED),
         "gpg": EstimatorTraits(
-            losses=("gpg", "reinforce"), reason="its factor belongs to a loss without ratio"
+            losses=("gpg", "reinforce"),
+            reason="its factor belongs to a loss without ratio",
+            **_COMPARED,
         ),
-        "maxrl": EstimatorTraits(),
-        "raw": EstimatorTraits(compares=False),
+        "maxrl": EstimatorTraits(scale="vanishes"),
+        "raw": EstimatorTraits(**_FOLLOWING),
         "asymre": EstimatorTraits(
             compares=False,
             losses=("asymre",),
             reason="its shifted baseline is meant for a loss without ratio",
+            **_COMPARED,
         ),
     },
 )
@@ -409,7 +422,7 @@ def register_estimator(name: str, **traits: Any) -> Callable[[F], F]:
     """Register `(rewards [B] float64, Groups, Options) -> advantages [B]`; `traits` as in
     EstimatorTraits. Raises ValueError for traits that only a built-in can have.
     """
-    _refuse(name, traits, "returns", "baseline")
+    _refuse(name, traits, "returns", "baseline", "shift", "scale")
     return ESTIMATORS.register(name, traits)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from async_grpo.algo.advantages import EPSILON, Groups
 from async_grpo.algo.filters import TOLERANCE
+from async_grpo.algo.invariance import norm_levels
 from async_grpo.algo.rewards import score
 
 
@@ -85,7 +86,7 @@ def normalize_rewards(
     TOLERANCE is 0; without any row the rewards stay. Raises ValueError for an unknown
     `reward_norm`, `running` without moments, a shape mismatch or a reward that is not finite.
     """
-    levels = _levels(reward_norm, reward_shift, reward_scale)
+    levels = norm_levels(reward_norm, reward_shift, reward_scale)
     if "running" in levels and running is None:
         raise ValueError("reward_norm running needs the running moments")
     included = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted != 0
@@ -147,29 +148,6 @@ class _Statistics(NamedTuple):
     mean: Tensor
     std: Tensor
     varied: Tensor
-
-
-def _levels(
-    reward_norm: str | Mapping[Any, str] | None, shift: bool, scale: bool
-) -> tuple[str | None, str | None]:
-    """Whose mean is subtracted, and whose deviation is divided by."""
-    if isinstance(reward_norm, Mapping):
-        if reward_norm.keys() - {"mean", "std"} or shift or scale:
-            raise ValueError(
-                f"reward_norm is {dict(reward_norm)}; a mapping has mean and std alone, and goes "
-                "without reward_shift and reward_scale"
-            )
-        found = [reward_norm.get("mean", "none"), reward_norm.get("std", "none")]
-    elif reward_norm is None and not shift and not scale:
-        return None, None
-    else:
-        level = "batch" if reward_norm is None else reward_norm
-        found = [level if shift or not scale else "none", level if scale or not shift else "none"]
-    for level in found:
-        if level not in ("none", "group", "batch", "running"):
-            raise ValueError(f"reward_norm is {level!r}; choose group, batch, running or null")
-    mean, std = (None if level == "none" else level for level in found)
-    return mean, std
 
 
 def _statistics(

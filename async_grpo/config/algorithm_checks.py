@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
+from async_grpo.algo.invariance import norm_levels, unseen_levels
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.plugins import Known
 from async_grpo.config.schema import Config
@@ -63,11 +64,6 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
         yield (
             "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but `overlong_buffer` "
             "and `add_token_level_kl` make them negative; unset them."
-        )
-    if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
-        yield (
-            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which "
-            "`reward_norm` and `reward_shift` remove; unset them."
         )
 
 
@@ -276,8 +272,9 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
         yield (
-            "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it "
-            "to true, or remove the correction."
+            f"`algorithm.kl_loss_unbiased` is {unbiased if isinstance(unbiased, str) else 'true'}, "
+            "but `algorithm.use_kl_loss` is false; set `use_kl_loss` to true, or remove the "
+            "correction."
         )
     if unbiased and kind == "abs":
         yield (
@@ -307,6 +304,43 @@ def _normalises(algorithm: Algorithm) -> bool:
     return algorithm.reward_norm is not None or algorithm.reward_shift or algorithm.reward_scale
 
 
+def _levels(algorithm: Algorithm, traits: EstimatorTraits) -> Iterator[str]:
+    """Judge whose mean and deviation normalise the rewards."""
+    name, whiten = algorithm.adv_estimator, algorithm.whiten_advantages
+    norm, shift, scale = algorithm.reward_norm, algorithm.reward_shift, algorithm.reward_scale
+    mean, std = norm_levels(norm, shift, scale)
+    given = {"`reward_norm`": norm, "`reward_shift`": shift, "`reward_scale`": scale}
+    keys = [key for key, value in given.items() if value]
+    named, them = " and ".join(keys), "it" if len(keys) == 1 else "them"
+    if name == "maxrl" and mean is not None:
+        yield (
+            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which "
+            f"{named} would remove; unset {them}."
+        )
+    unseen_means, unseen_stds = unseen_levels(
+        traits,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        std_level=algorithm.adv_std_level,
+        gamma=algorithm.gamma,
+        whiten=whiten,
+        kl=algorithm.add_token_level_kl,
+        clip=algorithm.reward_clip_after is not None,
+    )
+    if (mean, std) == (None, None) or mean not in unseen_means or std not in unseen_stds:
+        return
+    rewards = f"all rewards of {'a group' if 'group' in (mean, std) else 'the step'}"
+    done = f"divide {rewards} by one number"
+    if mean is not None:
+        done = f"subtract one number from {rewards}" + " and divide them by another" * bool(std)
+    others = ["`adv_estimator: raw`"] * (name != "raw")
+    others += ["`whiten_advantages: false`"] * bool(whiten)
+    yield (
+        f"`algorithm.{named[1:]} change{'s' * (len(keys) == 1)} nothing: to {done} leaves the "
+        f"advantages of `adv_estimator: {name}`{', whitened,' * bool(whiten)} as they are; unset "
+        f"{them}, or choose {' with '.join(others)}."
+    )
+
+
 def _reward_norm(config: Config, known: Known) -> Iterator[str]:
     algorithm, traits = config.algorithm, known.estimator(config)
     name, norm = algorithm.adv_estimator, algorithm.reward_norm
@@ -320,14 +354,8 @@ def _reward_norm(config: Config, known: Known) -> Iterator[str]:
             "`algorithm.reward_norm` is a mapping, which says itself what is subtracted and what "
             "divided by: unset `reward_shift` and `reward_scale`."
         )
-    scored = name == "grpo_passk" or (traits.std_levels and algorithm.adv_std_level == "group")
-    later = algorithm.add_token_level_kl or algorithm.reward_clip_after is not None
-    if norm is not None and scored and algorithm.norm_adv_by_std_in_grpo and not later:
-        yield (
-            f"`algorithm.reward_norm` changes nothing with `adv_estimator: {name}`, which takes "
-            "differences in the group and divides by the group's deviation itself: unset it, or "
-            "choose `adv_estimator: raw`, or `norm_adv_by_std_in_grpo: false`."
-        )
+    else:
+        yield from _levels(algorithm, traits)
     clips = algorithm.reward_clip_after is not None
     if clips and algorithm.add_token_level_kl and not traits.returns:
         yield (

@@ -94,6 +94,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["reward_norm", "changes nothing"],
         ),
         (
+            ["algorithm.reward_norm={mean: running}", "algorithm.adv_estimator=rloo", KL_REWARD],
+            ["`algorithm.reward_norm` changes nothing: to subtract one number from", "rloo"],
+        ),
+        (
+            ["algorithm.reward_scale=true", "algorithm.adv_std_level=batch"],
+            ["`algorithm.reward_scale` changes nothing: to divide all rewards of the step", "it,"],
+        ),
+        (
+            ["algorithm.reward_norm=batch", "algorithm.reward_shift=true"],
+            ["`algorithm.reward_norm` and `reward_shift` change nothing", "unset them"],
+        ),
+        (
+            [
+                "algorithm.reward_norm=batch",
+                "algorithm.adv_estimator=raw",
+                "algorithm.whiten_advantages=true",
+            ],
+            ["reward_norm", "whitened", "choose `whiten_advantages: false`."],
+        ),
+        (
+            ["algorithm.adv_estimator=maxrl", "algorithm.reward_norm={std: batch}"],
+            ["reward_norm` changes nothing: to divide all rewards of the step", "maxrl"],
+        ),
+        (
             ["algorithm.reward_norm={mean: none}", "algorithm.adv_estimator=raw"],
             ["reward_norm", "names no statistics"],
         ),
@@ -298,7 +322,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ],
             ["kl_loss_type` is abs", "kl_loss_unbiased", "low_var_kl"],
         ),
-        (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased", "use_kl_loss` is false"]),
+        (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased` is true", "`use_kl_loss"]),
+        (["algorithm.kl_loss_unbiased=behavior"], ["kl_loss_unbiased` is behavior", "is false"]),
         (["algorithm.kl_ctrl.type=adaptive"], ["adaptive", "add_token_level_kl"]),
         (["model.reference_refresh_steps=5"], ["reference_refresh_steps", "use_kl_loss"]),
         (
@@ -420,7 +445,17 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
             "algorithm.kl_loss_type=k2",
             "algorithm.kl_loss_unbiased=behavior",
         ],
-        ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
+        [
+            "algorithm.reward_shift=true",
+            "algorithm.reward_scale=true",
+            "algorithm.reward_clip=10",
+            "algorithm.adv_estimator=raw",
+        ],
+        [
+            "algorithm.reward_norm={std: batch}",
+            "algorithm.adv_estimator=maxrl",
+            "algorithm.reward_clip_after=3",
+        ],
         [
             "algorithm.reward_norm={mean: group, std: batch}",
             "algorithm.adv_estimator=raw",

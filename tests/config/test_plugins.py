@@ -273,6 +273,7 @@ def test_traits_that_need_code_elsewhere_are_not_open() -> None:
     for register, traits in (
         (catalog.register_estimator, {"returns": True}),
         (catalog.register_estimator, {"baseline": True}),
+        (catalog.register_estimator, {"scale": "vanishes"}),
         (catalog.register_policy_loss, {"selects": "tokens"}),
     ):
         with pytest.raises(ValueError, match="only built-in"):

@@ -115,8 +115,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "algorithm.kl_ctrl.kl_coef": 0.01,
         "algorithm.clip_high": 0.28,
         "algorithm.mask_truncated": True,
-        "algorithm.reward_norm": "batch",
-        "algorithm.reward_shift": True,
+        "algorithm.reward_norm": None,  # whitening does what it would
+        "algorithm.reward_shift": False,
         "learner.ppo_mini_batch_size": 64,
         "cluster.layout": "split",
     },
