@@ -44,6 +44,12 @@ ANSWERS = (
         lambda value: value in ("seq", "sequence"),
     ),
     Answer(
+        "ROLL, TRL, AReaL",
+        "importance_sampling importance_sampling_level",
+        "it is the level of the ratio in the loss, and there is nothing to set for tokens: "
+        "`algorithm.policy_loss: ppo_clip` has their ratio",
+    ),
+    Answer(
         "ROLL",
         "train_infer_correction*",
         f"{_SETS}: weights between engine and learner; its filters are rules of "
@@ -94,6 +100,12 @@ ANSWERS = (
         "behav_imp_weight_cap",
         f"{_LEVEL}, `algorithm.importance.mode: mask`, and the cap as "
         "`algorithm.importance.upper`: tokens above it are left out",
+    ),
+    Answer(
+        "AReaL",
+        "adv_norm.*",
+        "of advantages: `algorithm.whiten_advantages: true` takes mean and deviation of the batch, "
+        "over all tokens of the step; other levels are not here",
     ),
     Answer(
         "AReaL",

@@ -90,8 +90,8 @@ algorithm.kl_cov.ratio: kl_cov_ratio
 algorithm.kl_cov.coef: ppo_kl_coef
 algorithm.m2po.budget: M2_budget m2_budget
 algorithm.anchor: use_decoupled_loss bypass_mode recompute_logprob prox_logp_method
-algorithm.importance.level: rollout_is importance_sampling enable_vllm_is_correction use_tis
-    use_importance_sampling_correction vllm_importance_sampling_correction importance_sampling_level
+algorithm.importance.level: rollout_is enable_vllm_is_correction use_tis
+    use_importance_sampling_correction vllm_importance_sampling_correction
 algorithm.importance.mode: vllm_importance_sampling_mode rollout_is_mode
 algorithm.importance.lower: rollout_is_threshold_lower tis_clip_low
 algorithm.importance.upper: rollout_is_threshold vllm_importance_sampling_cap
