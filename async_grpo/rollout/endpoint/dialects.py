@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.rollout.endpoint import replies
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError
+from async_grpo.rollout.endpoint.messages import DECIDED, ChatRequest, RequestError
 
 Body = dict[str, Any]
 EXTRA = ("prompt_token_ids", "weights", "forked")
@@ -52,7 +52,10 @@ def extra(completion: Body) -> Body:
 
 
 def passed(found: Body, names: Mapping[str, str]) -> Body:
-    """Return fields of a body under their names in a chat request, where they are set."""
+    """Return fields of a body under their names in a chat request, where they are set; with those
+    that no interface leaves to its clients.
+    """
+    names = {name: name for name in DECIDED} | dict(names)
     return {new: found[old] for old, new in names.items() if found.get(old) is not None}
 
 

@@ -23,27 +23,70 @@ from async_grpo.rollout.chat_format import Message
 
 Refusal = Literal["ignore", "refuse"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FIXED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
+FIXED: dict[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (),
+    "top_k": (),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([], ""),
+    "seed": (),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "thinking": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+}
+"""Settings that would change what is sampled, or how a chat is rendered: they are those of the run.
+Values of each that change nothing.
+"""
+_STOPS = (
+    "a stop string ends a turn within a token, so that its tokens are not those of the policy, and "
+    "the run says at which tokens turns end; let the model end its turns, and cut the text off in "
+    "the client"
 )
-"""Settings that would change what is sampled: they are those of the run."""
+_GRAMMAR = "a grammar would change what is sampled; ask for the form in the prompt"
+_LOGPROBS = "there are log-probs of the sampled tokens alone; leave it out"
+_OWN_TEMPLATE = "chats are rendered by the model's own template; say it in a message"
+_NOTHING_STORED = "the endpoint stores nothing for later; send what is said, and wait for the reply"
 _NEVER = {
-    "stop": "a stop string ends a turn within a token, so that its tokens are not those of the "
-    "policy; let the model end its turns, and cut the text off in the client",
+    "stop": _STOPS,
+    "stop_token_ids": _STOPS,
+    "response_format": _GRAMMAR,
+    "structured_outputs": _GRAMMAR,
+    "guided_json": _GRAMMAR,
+    "guided_regex": _GRAMMAR,
+    "guided_choice": _GRAMMAR,
+    "guided_grammar": _GRAMMAR,
+    "allowed_token_ids": _GRAMMAR,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "chat_template": _OWN_TEMPLATE,
+    "documents": _OWN_TEMPLATE,
+    "continue_final_message": "the policy speaks in turns of its own; end with another message",
     "functions": "use `tools`",
+    "function_call": "use `tools`",
+    "mcp_servers": "there are tools of the client alone",
+    "web_search_options": "there are tools of the client alone",
     "audio": "there is text only",
     "prediction": "leave it out",
-    "response_format": "a grammar would change what is sampled; ask for the form in the prompt",
+    "conversation": "send the history, or `previous_response_id`",
+    "prompt": _NOTHING_STORED,
+    "background": _NOTHING_STORED,
 }
 _NO_MATTER: tuple[Any, ...] = (None, "", [], {}, False, {"type": "text"})
+DECIDED = (*FIXED, *_NEVER)
+"""Fields of every interface that are refused, or the run's."""
 _LONGEST_LABEL = 64
 
 
@@ -100,7 +143,7 @@ def parse(
             raise RequestError(400, f"`{name}` is not possible: {why}")
     if found.get("n") not in (None, 1):
         raise RequestError(400, "`n` must be 1: send as many requests as you want answers")
-    changed = tuple(name for name in FIXED if found.get(name) not in _NO_MATTER)
+    changed = tuple(name for name, plain in FIXED.items() if found.get(name) not in (None, *plain))
     if changed and sampling == "refuse":
         raise RequestError(
             400,

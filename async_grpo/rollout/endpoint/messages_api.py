@@ -27,9 +27,6 @@ _SAME = {
     "model": "model",
     "max_tokens": "max_tokens",
     "stream": "stream",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
     "stop_sequences": "stop",
     "return_token_ids": "return_token_ids",
 }

@@ -27,8 +27,6 @@ _SAME = {
     "model": "model",
     "max_output_tokens": "max_tokens",
     "stream": "stream",
-    "temperature": "temperature",
-    "top_p": "top_p",
     "tool_choice": "tool_choice",
     "return_token_ids": "return_token_ids",
 }
@@ -46,12 +44,15 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
         raise RequestError(400, "`input` must be text or a list of items")
     for item in items:
         _add(messages, item)
-    text = found.get("text")
-    return passed(found, _SAME) | {
-        "messages": messages,
-        "tools": [_tool(tool) for tool in listed(found, "tools")],
-        "response_format": text.get("format") if isinstance(text, dict) else text,
-    }
+    text, reasoning = found.get("text"), found.get("reasoning")
+    text = text if isinstance(text, dict) else {"format": text}
+    reasoning = reasoning if isinstance(reasoning, dict) else {}
+    return (
+        passed(found, _SAME)
+        | passed(text, {"format": "response_format"})
+        | passed(reasoning, {"effort": "reasoning_effort"})
+        | {"messages": messages, "tools": [_tool(tool) for tool in listed(found, "tools")]}
+    )
 
 
 def _tool(tool: Any) -> Body:

@@ -220,6 +220,38 @@ def test_responses_that_cannot_be_answered_are_errors_of_the_client() -> None:
     run(scenario, "one")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/responses", {"input": "a?"}),
+        ("/messages", {"messages": [{"role": "user", "content": "a?"}], "max_tokens": 9}),
+    ],
+)
+def test_what_the_run_decides_it_decides_in_every_interface(path: str, asked: Any) -> None:
+    async def scenario(ask: Asking) -> None:
+        async with httpx.AsyncClient(headers={"x-api-key": ask.key}, timeout=20) as client:
+
+            async def says(**more: Any) -> str:
+                body = {"model": "m"} | asked | more
+                reply = await client.post(ask.url + path, content=json.dumps(body))
+                assert reply.status_code == 400, reply.text
+                return str(reply.json()["error"]["message"])
+
+            for name, value in {"temperature": 0, "seed": 0, "ignore_eos": True}.items():
+                assert name in await says(**{name: value})
+            assert "stop_token_ids" in await says(stop_token_ids=[3])
+            assert "guided_regex" in await says(guided_regex="x")
+            if path == "/responses":
+                assert "`conversation`" in await says(conversation="conv_1")
+                assert "reasoning_effort" in await says(reasoning={"effort": "low"})
+                assert "verbosity" in await says(text={"verbosity": "low"})
+            else:
+                assert "thinking" in await says(thinking={"type": "enabled", "budget_tokens": 9})
+        assert ask.segments == []
+
+    run(scenario, "one", sampling="refuse")
+
+
 def some(draw: random.Random, depth: int = 0) -> Any:
     """A value as hostile clients send it."""
     plain: list[Any] = [

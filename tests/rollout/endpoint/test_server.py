@@ -159,6 +159,65 @@ async def test_settings_of_a_client_are_refused_where_that_is_configured() -> No
         assert reply.status_code == 400 and "temperature, seed" in reply.json()["error"]["message"]
 
 
+DECIDED_BY_THE_RUN = {
+    "temperature": 0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "seed": 0,
+    "min_p": 0.1,
+    "typical_p": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"3": 1},
+    "bad_words": ["no"],
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "best_of": 2,
+    "parallel_tool_calls": False,
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+@pytest.mark.parametrize("sampling", ["ignore", "refuse"])
+async def test_every_setting_of_the_run_is_refused_or_counted(sampling: str) -> None:
+    """Also where its value is one that Python takes for false."""
+    async with opened(Policy(), sampling=sampling) as one:
+        for number, (name, value) in enumerate(DECIDED_BY_THE_RUN.items(), 1):
+            reply = await one.post(body_of(**{name: value}))
+            if sampling == "ignore":
+                assert reply.status_code == 200 and one.counts["requests_overridden"] == number
+            else:
+                assert reply.status_code == 400 and name in reply.json()["error"]["message"]
+
+
+async def test_settings_that_change_nothing_are_the_runs_own() -> None:
+    plain = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    more = {"logit_bias": {}, "min_p": 0, "best_of": 1, "seed": None, "top_logprobs": 0}
+    async with opened(Policy("one"), sampling="refuse") as one:
+        assert (await one.post(body_of(**plain, **more))).status_code == 200
+        assert one.counts["requests_overridden"] == 0
+
+
+async def test_what_a_reply_cannot_have_is_refused() -> None:
+    never = {
+        "stop_token_ids": [3],
+        "guided_regex": "[0-9]+",
+        "guided_json": {"type": "object"},
+        "structured_outputs": {"regex": "x"},
+        "allowed_token_ids": [3],
+        "top_logprobs": 3,
+        "continue_final_message": True,
+        "chat_template": "{{ messages }}",
+        "function_call": "auto",
+    }
+    async with opened(Policy("one")) as one:
+        for name, value in never.items():
+            reply = await one.post(body_of(**{name: value}))
+            assert reply.status_code == 400
+            assert f"`{name}` is not" in reply.json()["error"]["message"]
+
+
 async def test_a_body_without_an_end_is_cut_off() -> None:
     async with opened(Policy("one"), body_mb=0.25) as one:
 
