@@ -69,11 +69,21 @@ class Reply:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request, the clients that wait for its answer, and the turn that it became."""
+    """A request, the clients that wait for its answer, and the turn that one of them was given."""
 
     task: asyncio.Task[Reply]
     waiting: int = 0
     turn: ServedTurn | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether its clients went away before there was an answer."""
+        return not self.waiting and self.turn is None
+
+    @property
+    def read(self) -> bool:
+        """Whether a client has its answer."""
+        return self.turn is not None and self.turn.read
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,12 @@ class ServedEpisode:
         """The newest turn behind each beginning."""
         self.turns: list[ServedTurn] = []
         """All, in the order of their ends."""
-        self._asked: dict[bytes, _Asked] = {}
-        """The newest request with each body, unless it failed."""
+        self._asked: dict[bytes, list[_Asked]] = {}
+        """By body, in order: the requests that no client has read, and the newest one."""
+        self._owed: Counter[bytes] = Counter()
+        """Retries that are to come, by body (b"": of any), and are turns of their own: a client's
+        whose request was refused before it was known, or whose answer another client has taken.
+        """
         self._tasks: set[asyncio.Task[Reply]] = set()
         self._closed = False
         self.failure: Exception | None = None
@@ -132,13 +146,7 @@ class ServedEpisode:
         """
         if self._closed:
             raise RequestError(401, "this episode has ended", code="key")
-        asked = self._asked.get(request.digest)
-        left = asked is not None and not asked.waiting and not (asked.turn and asked.turn.read)
-        if asked is None or not (request.retried or left):
-            asked = _Asked(asyncio.ensure_future(self._contained(request)))
-            self._asked[request.digest] = asked
-            self._tasks.add(asked.task)
-            asked.task.add_done_callback(lambda task: self._answered(request.digest, task))
+        asked = self._repeated(request) or self._new(request)
         asked.waiting += 1
         self.open += 1
         try:
@@ -149,13 +157,47 @@ class ServedEpisode:
         asked.turn = reply.turn
         return reply
 
+    def note_refused(self) -> None:
+        """Note a request that was refused before its body was known: its client sends it again, and
+        then it is a turn of its own.
+        """
+        self._owed[b""] += 1
+
+    def _repeated(self, request: ChatRequest) -> _Asked | None:
+        """Return the request of which this one is a repetition; None for a turn of its own. Equal
+        drafts are told apart: each is repeated once, the one whose clients went away first.
+        """
+        known = self._asked.get(request.digest, [])
+        unread = [one for one in known if not one.read]
+        left = next((one for one in unread if one.left), None)
+        if left is not None:
+            self._owed[request.digest] += not request.retried
+            return left
+        if not request.retried:
+            return None
+        for body in (request.digest, b""):
+            if self._owed[body] > 0:
+                self._owed[body] -= 1
+                return None
+        newest = known[-1] if known else None
+        return min(unread, key=lambda one: one.waiting, default=newest)
+
+    def _new(self, request: ChatRequest) -> _Asked:
+        asked = _Asked(asyncio.ensure_future(self._contained(request)))
+        unread = [one for one in self._asked.get(request.digest, ()) if not one.read]
+        self._asked[request.digest] = [*unread, asked]
+        self._tasks.add(asked.task)
+        asked.task.add_done_callback(lambda task: self._answered(request.digest, task))
+        return asked
+
     def _answered(self, digest: bytes, task: asyncio.Task[Reply]) -> None:
         """Forget a request that failed, and keep why, if no client can have caused it."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is None:
             return
-        if digest in self._asked and self._asked[digest].task is task:
-            del self._asked[digest]
+        others = [one for one in self._asked.pop(digest, ()) if one.task is not task]
+        if others:
+            self._asked[digest] = others
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception) and not isinstance(error, RequestError):
             self.failure = self.failure or error

@@ -46,6 +46,8 @@ from async_grpo.rollout.engine import EngineError
 
 START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60
 MINUTE_S = 60.0
+SENT_AGAIN = (408, 429)
+"""Refusals of a request that is not known yet, after which SDKs send it again."""
 _T = TypeVar("_T")
 _OUTSIDE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
 """Addresses that are nobody's (RFC 5737, RFC 3849)."""
@@ -148,17 +150,20 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        found: _Open | None = None
         try:
             found = self._admitted(request)
             self._limit(found)
             body = await self._body(request)
-            again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             asked = _asked(dialect, read(body), found.said)
             wanted = parse(body, sampling=self._settings.sampling, retried=again, asked=asked)
             if wanted.changed:
                 self._counts["requests_overridden"] += 1
             reply = await self._while_connected(request, found.episode.answer(wanted))
         except RequestError as error:
+            if found is not None and error.status in SENT_AGAIN and not again:
+                found.episode.note_refused()
             return self._refused(error, dialect)
         except (ClientDisconnect, asyncio.CancelledError):
             self._counts["requests_left"] += 1

@@ -144,6 +144,69 @@ def test_a_request_that_is_repeated_is_one_turn() -> None:
     run(scenario())
 
 
+def test_retries_of_equal_drafts_take_one_turn_each() -> None:
+    """Whether the endpoint has noticed that their clients went away, or not."""
+
+    async def scenario() -> None:
+        for noticed in (True, False):
+            policy = Policy("one", "two", "three")
+            episode = served(policy)
+            policy.hold.clear()
+            first = [asyncio.ensure_future(say(episode, [user("a?")])) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            for draft in first if noticed else ():
+                draft.cancel()
+            await asyncio.sleep(0.01)
+            again = [
+                asyncio.ensure_future(episode.answer(request([user("a?")], retried=True)))
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.01)
+            policy.hold.set()
+            replies = [(await one).message["content"] for one in again]
+            assert replies[:2] == ["one", "two"] and len(policy.asked) == 2, noticed
+            await asyncio.gather(*first, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_a_retry_of_a_refused_request_is_a_turn_of_its_own() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three")
+        episode = served(policy)
+        await say(episode, [user("a?")])
+        episode.note_refused()
+        other = await say(episode, [user("a?")], retried=True)
+        assert other.message["content"] == "two"
+        again = await episode.answer(request([user("a?")], retried=True))
+        assert again is other, "the reply of the newest one was lost on its way"
+        assert len(policy.asked) == 2
+
+    run(scenario())
+
+
+def test_a_draft_that_takes_a_turn_over_leaves_one_to_its_client() -> None:
+    """It came while the client of another one, which went away, had not come again yet."""
+
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three")
+        episode = served(policy)
+        policy.hold.clear()
+        left = asyncio.ensure_future(say(episode, [user("a?")]))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.sleep(0.01)
+        draft = asyncio.ensure_future(say(episode, [user("a?")]))
+        await asyncio.sleep(0.01)
+        again = asyncio.ensure_future(say(episode, [user("a?")], retried=True))
+        await asyncio.sleep(0.01)
+        policy.hold.set()
+        assert (await draft).message["content"] == "one"
+        assert (await again).message["content"] == "two"
+
+    run(scenario())
+
+
 def test_a_client_that_went_away_gets_its_turn_when_it_comes_again() -> None:
     async def scenario() -> None:
         policy = Policy("one", "two")

@@ -106,6 +106,39 @@ async def test_an_sdk_that_retries_is_one_turn() -> None:
         assert row.segments == [(0, 4)]
 
 
+async def test_equal_drafts_of_an_sdk_stay_apart() -> None:
+    """Two are refused at first, for there are two places; all are sampled, and each is answered
+    with its own turn.
+    """
+    policy = Policy("one", "two", "three", "four")
+    policy.hold.clear()
+    async with opened(policy, requests=2) as one, one.sdk(max_retries=9) as client:
+        drafts = []
+        for _ in range(4):
+            draft = client.chat.completions.create(model="m", messages=ASK)
+            drafts.append(asyncio.ensure_future(draft))
+            await asyncio.sleep(0.05)
+        while one.counts["requests_429"] < 2:
+            await asyncio.sleep(0.01)
+        policy.hold.set()
+        said = [(await draft).choices[0].message.content for draft in drafts]
+        assert sorted(said) == ["four", "one", "three", "two"]
+        assert len(policy.asked) == 4
+
+
+async def test_equal_drafts_that_an_sdk_sends_again_stay_apart() -> None:
+    policy = Policy("one", "two", "three")
+    policy.hold.clear()
+    async with opened(policy) as one, one.sdk(timeout=0.5, max_retries=9) as client:
+        asked = client.chat.completions.create
+        drafts = [asyncio.ensure_future(asked(model="m", messages=ASK)) for _ in range(2)]
+        while one.counts["requests_left"] < 2:
+            await asyncio.sleep(0.01)
+        policy.hold.set()
+        assert {(await draft).choices[0].message.content for draft in drafts} == {"one", "two"}
+        assert len(policy.asked) == 2
+
+
 async def test_a_key_is_good_for_its_episode_while_that_lasts() -> None:
     async with opened(Policy("one")) as one:
         for key in ("x", "nonsense", one.key[:-1], one.key + "x"):
