@@ -6,9 +6,10 @@ Runs in: rollout actors. Hides that an episode's turns come over HTTP:
             --its end: rewards-->  Episode
 
 What it means that a program or a worker fails: after a request that was refused because the episode
-had used up its tokens or turns, the policy may have caused it, and the episode is worth nothing; so
-is one that takes too long (`environment.on_timeout`). Any other failure is never scored:
-EnvironmentFailed.
+had used up its tokens or turns, and that no later turn has followed (`ServedEpisode.used_up`), the
+policy may have caused it, and the episode is worth nothing; so is one that takes too long
+(`environment.on_timeout`). Any other failure is never scored: EnvironmentFailed. So is an episode
+in which nothing was sampled, whatever was refused: there is nothing to train.
 """
 
 from __future__ import annotations
@@ -173,14 +174,16 @@ class ServedPlayer:
             late = error.reason == "timeout"
             if late and self._config.environment.on_timeout == "score_zero":
                 return Observation("env_timeout", done=True, verdict=0.0)
-            if error.reason == "exception" and served.used_up:
-                return Observation(served.used_up, done=True, verdict=0.0)
-            raise
+            if error.reason != "exception" or not served.used_up:
+                raise
+            if not served.episode.session.rows:
+                raise EnvironmentFailed("refused", f"{_unasked(served)}; {error}") from error
+            return Observation(served.used_up, done=True, verdict=0.0)
 
     def _judge(self, episode: Episode, answer: Observation, served: ServedEpisode) -> None:
         """Note what an episode is worth. Raises EnvironmentFailed without anything to train."""
         if not episode.session.rows:
-            raise EnvironmentFailed("silent", "the episode ended without asking the policy")
+            raise EnvironmentFailed("refused" if served.refusal else "silent", _unasked(served))
         unknown = sorted(set(answer.rewards) - set(self._weights))
         if unknown:
             raise EnvironmentFailed("wrong_type", f"there is no reward {', '.join(unknown)}")
@@ -189,7 +192,7 @@ class ServedPlayer:
         episode.metrics.update(answer.metrics)  # type: ignore[arg-type]
         reason = str(answer.content)
         known = reason in _REASONS or reason == "env_timeout"
-        episode.finish_reason = served.used_up or (reason if known else "env_done")
+        episode.finish_reason = served.last_word or (reason if known else "env_done")
         for name, value in episode.metrics.items():
             self._counts[f"seen_{name}"] += value
 
@@ -208,3 +211,10 @@ class ServedPlayer:
     def _text(self, ids: Sequence[int]) -> str:
         kept = ids[:-1] if ids and ids[-1] in self._stops else ids
         return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def _unasked(served: ServedEpisode) -> str:
+    """Say why nothing was sampled."""
+    if served.refusal:
+        return f"all requests of the episode were refused: {served.refusal}"
+    return "the episode ended without asking the policy"

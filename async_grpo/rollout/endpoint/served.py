@@ -95,6 +95,16 @@ class _Place:
     forked: str = ""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A turn that is sampled: its number, its row, what stands before it, why it began a row."""
+
+    number: int
+    row: int
+    before: list[int]
+    forked: str
+
+
 class ServedEpisode:
     """Answers the requests of one episode."""
 
@@ -116,8 +126,14 @@ class ServedEpisode:
         self._sample, self._sampling = sample, sampling
         self._formats, self._text = formats, text
         self._counts = counts
-        self.used_up = ""
-        """The limit for which a request was refused, as a finish reason."""
+        self._refused: dict[str, tuple[str, int]] = {}
+        """By label, the limit for which its newest request was refused, as a finish reason, and the
+        turns that had begun by then; until it has a turn that began later.
+        """
+        self._last_refused = "", 0
+        """The same of the newest request, until anybody has a later turn."""
+        self.refusal = ""
+        """What was said to the newest request that was refused for a limit."""
         self.open = 0
         """Requests that wait for their answer."""
         self._behind: dict[bytes, ServedTurn] = {}
@@ -139,6 +155,21 @@ class ServedEpisode:
         self._busy: set[int] = set()
         self._reserved = self._begun = 0
         self._ended = asyncio.Event()
+
+    @property
+    def used_up(self) -> str:
+        """Return the limit for which a program may fail, as a finish reason: a label's newest
+        request was refused for it, and that label has had no turn since, from a shortened history
+        for example. "" where there is none. Behind `length` and `max_turns` there is no later turn.
+        """
+        return next((reason for reason, _ in reversed(self._refused.values())), "")
+
+    @property
+    def last_word(self) -> str:
+        """Return the limit that has ended the episode: nobody has had a turn since a request was
+        refused for it, which counts where the program has ended well, too.
+        """
+        return self._last_refused[0]
 
     async def answer(self, request: ChatRequest) -> Reply:
         """Answer a request. Cancelled, it goes on: its client may send it again. Raises
@@ -225,58 +256,78 @@ class ServedEpisode:
             raise EnvironmentFailed("answer", why) from error
 
     async def _answer(self, request: ChatRequest) -> Reply:
-        chat, session = self._formats(request.tools), self.episode.session
+        chat = self._formats(request.tools)
         place, room = await self._take_place(request, chat)
-        if place.row is None:
+        begun = self._begin(place)
+        self._busy.add(begun.row)
+        self._reserved += room
+        seed = self._sampling.seed
+        seed = None if seed is None else (seed + begun.number) % 2**63
+        try:
+            wanted = replace(self._sampling, n=1, max_tokens=room, seed=seed)
+            done = await self._sample(begun.before, wanted)
+        finally:
+            self._busy.discard(begun.row)
+            self._reserved -= room
+            self._ended.set()
+        return self._taken(request, chat, begun, done)
+
+    def _begin(self, place: _Place) -> _Begun:
+        session, row = self.episode.session, place.row
+        if row is None:
             row = session.fork(place.ids)
         else:
-            row = place.row
             session.feed(place.ids, row)
         if place.forked:
             self._counts["forks"] += 1
             self._counts[f"forks_{place.forked}"] += 1
         self._begun += 1
-        self._busy.add(row)
-        self._reserved += room
-        before, seed = session.row(row).tokens, self._sampling.seed
-        seed = None if seed is None else (seed + self._begun) % 2**63
-        try:
-            wanted = replace(self._sampling, n=1, max_tokens=room, seed=seed)
-            done = await self._sample(before, wanted)
-        finally:
-            self._busy.discard(row)
-            self._reserved -= room
-            self._ended.set()
-        return self._taken(request, chat, before, done, row, place.forked)
+        return _Begun(self._begun, row, session.row(row).tokens, place.forked)
 
     def _taken(
-        self,
-        request: ChatRequest,
-        chat: ChatFormat,
-        before: list[int],
-        done: Completion,
-        row: int,
-        forked: str,
+        self, request: ChatRequest, chat: ChatFormat, begun: _Begun, done: Completion
     ) -> Reply:
         """Append a turn to its row, and know it from now on."""
-        episode, ids = self.episode, done.token_ids.tolist()
+        episode, ids, before = self.episode, done.token_ids.tolist(), begun.before
         text = self._text(ids)
-        found, message = _understood(chat, before, ids, text, self._begun)
-        cause, again = episode.session.prefilled(done, row)
+        found, message = _understood(chat, before, ids, text, begun.number)
+        cause, again = episode.session.prefilled(done, begun.row)
         self._counts[f"prefilled_{cause}"] += again
-        episode.session.take(done, row)
+        episode.session.take(done, begun.row)
         episode.first_token = episode.first_token or done.first_token
         episode.last_token = time.time()
         episode.labels |= {label for label, _, _ in done.labels}
         self._counts["turns"] += 1
         episode.said += [_in_words(request.messages[-1]), text]
         turn = ServedTurn(
-            len(self.turns), row, len(before), len(before) + len(ids), found, forked, request.label
+            len(self.turns),
+            begun.row,
+            len(before),
+            len(before) + len(ids),
+            found,
+            begun.forked,
+            request.label,
         )
         self._behind[after(request.chain[-1], message)] = turn
         self.turns.append(turn)
         self._known.append((request.label, (*request.messages, message)))
+        self._note_answered(request.label, begun.number)
         return Reply(message, done, before, turn)
+
+    def _note_answered(self, label: str, number: int) -> None:
+        """Note a turn: what was refused before it began was not the last word."""
+        if self._refused.get(label, ("", number))[1] < number:
+            del self._refused[label]
+        if self._last_refused[1] < number:
+            self._last_refused = "", 0
+
+    def _refuse(self, label: str, reason: str, place: _Place) -> RequestError:
+        """Note a request for which there is no room, and say so."""
+        self._refused.pop(label, None)
+        self._refused[label] = self._last_refused = reason, self._begun
+        before = 0 if place.row is None else self.episode.session.row(place.row).length
+        self.refusal = _no_room(reason, self._rollout, before + len(place.ids))
+        return RequestError(400, self.refusal, code=USED_UP)
 
     async def _take_place(self, request: ChatRequest, chat: ChatFormat) -> tuple[_Place, int]:
         """Find where the answer goes, and its most tokens. Raises RequestError where there is no
@@ -295,8 +346,7 @@ class ServedEpisode:
                 continue
             if room >= 1:
                 return place, room
-            self.used_up = self.used_up or reason
-            raise RequestError(400, _no_room(reason, self._rollout), code=USED_UP)
+            raise self._refuse(request.label, reason, place)
 
     def _place(self, request: ChatRequest, chat: ChatFormat) -> _Place:
         session, messages = self.episode.session, request.messages
@@ -406,10 +456,10 @@ def _as_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _no_room(reason: str, rollout: RolloutConfig) -> str:
+def _no_room(reason: str, rollout: RolloutConfig, length: int) -> str:
     names = {
         "length": f"rollout.response_length: {rollout.response_length} sampled tokens",
-        "context": f"the longest row, {rollout.longest_row_in_words}",
+        "context": f"the longest row, {rollout.longest_row_in_words}; the messages take {length}",
         "max_turns": f"rollout.max_turns: {rollout.max_turns}",
     }
     return f"the episode has used up what it may ({names[reason]})"

@@ -84,6 +84,9 @@ def test_an_openai_loop_is_the_python_environment(preload: list[str]) -> None:
         ("prints_much", "exception", "output_mb"),
         ("kills_itself", "exception", "signal 9"),
         ("unknown_reward", "wrong_type", "other"),
+        ("compacts_and_exits", "exception", "exit status 3"),
+        ("asks_too_much", "refused", "the messages take 504); exception: "),
+        ("hides_it", "refused", "all requests of the episode were refused: the episode has used"),
     ],
 )
 @PRELOADED
@@ -172,6 +175,13 @@ def test_an_episode_that_has_used_up_its_room_is_worth_nothing(
     assert isinstance(found, Episode), found
     assert (found.finish_reason, found.rewards) == (reason, {"correct": 0.0})
     assert found.session.sampled == 6
+
+
+def test_a_program_that_goes_on_behind_a_shorter_history_has_its_score() -> None:
+    found, _ = play(Saying("a1", "a2"), config_of([*script("failing"), "compacts"]))
+    assert isinstance(found, Episode), found
+    assert (found.finish_reason, found.rewards) == ("env_done", {"correct": 1.0})
+    assert len(found.session.rows) == 2
 
 
 @PRELOADED

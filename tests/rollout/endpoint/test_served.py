@@ -361,6 +361,46 @@ def test_requests_at_once_do_not_use_more_than_there_is() -> None:
     run(scenario())
 
 
+def limits_of(episode: ServedEpisode) -> tuple[str, str]:
+    return episode.used_up, episode.last_word
+
+
+def test_a_turn_behind_a_refused_request_is_the_last_word() -> None:
+    """A program that shortens its history and goes on is not cut off; of two agents, the one that
+    was refused may be why it fails.
+    """
+
+    async def scenario() -> None:
+        episode = served(Policy(), context_length=12)
+        first = await say(episode, [user("a?")])
+        long = [user("a?"), first.message, user("b" * 20)]
+        with pytest.raises(RequestError, match=r"the longest row, .*; the messages take 25"):
+            await say(episode, long)
+        assert limits_of(episode) == ("context", "context")
+        await say(episode, [user("a?"), user("in short")], model="other")
+        assert limits_of(episode) == ("context", "")
+        await say(episode, [user("a?"), user("in short")])
+        assert limits_of(episode) == ("", "")
+
+    run(scenario())
+
+
+def test_answers_to_earlier_requests_do_not_follow_a_refusal() -> None:
+    async def scenario() -> None:
+        policy = Policy()
+        episode = served(policy, max_turns=2, turn_length=20)
+        policy.hold.clear()
+        drafts = [asyncio.ensure_future(say(episode, [user("a?")])) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="max_turns: 2"):
+            await say(episode, [user("b?")])
+        policy.hold.set()
+        await asyncio.gather(*drafts)
+        assert limits_of(episode) == ("max_turns", "max_turns")
+
+    run(scenario())
+
+
 def test_the_most_tokens_of_a_client_are_kept() -> None:
     async def scenario() -> None:
         policy = Policy("abcdefgh")

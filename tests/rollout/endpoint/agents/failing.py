@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 kind = sys.argv[1]
@@ -24,8 +25,18 @@ def ask() -> dict:
         return json.load(reply)["choices"][0]["message"]
 
 
+def asked_too_much() -> bool:
+    """Ask behind more than there is room for; whether that was refused."""
+    messages.append({"role": "user", "content": "x" * 500})
+    try:
+        ask()
+    except urllib.error.HTTPError as error:
+        return error.code == 400
+    return False
+
+
 RIGHT = json.dumps({"rewards": {"correct": 1.0}, "verdict": 1})
-if kind != "never_asks" and "OFFLINE" not in os.environ:
+if kind not in ("never_asks", "asks_too_much", "hides_it") and "OFFLINE" not in os.environ:
     messages.append(ask())
 if kind == "exits":
     print("Traceback\nBoom", file=sys.stderr)
@@ -64,6 +75,16 @@ elif kind == "asks_for_ever":
     while True:
         messages.append({"role": "user", "content": "4>"})
         messages.append(ask())
+elif kind in ("compacts", "compacts_and_exits"):
+    assert asked_too_much()
+    messages = [{"role": "user", "content": "9>"}]
+    ask()
+    print(RIGHT)
+    sys.exit(3 if kind == "compacts_and_exits" else 0)
+elif kind in ("asks_too_much", "hides_it"):
+    assert asked_too_much()
+    print(RIGHT)
+    sys.exit("too much" if kind == "asks_too_much" else 0)
 elif kind == "leaves_stranger":
     stranger = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
     with open(sys.argv[2], "w") as pid:
