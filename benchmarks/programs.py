@@ -63,6 +63,7 @@ def learn(side: str, seed: int) -> dict[str, Any]:
             f"seed={seed}",
             f"run.dir={run_dir}",
             f"run.total_steps={STEPS}",
+            "environment.max_invalid=0",  # programs go on too
             "evaluation={every_steps: 2, max_samples: 200, n: 0}",
         ]
         with open(Path(scratch) / "log.txt", "w+") as log:

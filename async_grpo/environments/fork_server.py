@@ -10,7 +10,8 @@ The one in between ends at once, so that the environment child, which adopts wha
 tree, waits for the program as for one that it has begun itself.
 
 Invariants: a program has its own environment, also in /proc, where its episode's key is looked for;
-it dies with the environment child. Threads of imported modules do not live on in programs.
+it dies with the environment child; its random numbers, of `random`, numpy and torch, are its own.
+Threads of imported modules do not live on in programs.
 """
 
 import atexit
@@ -117,6 +118,7 @@ def _run(arguments: list) -> None:
     """
     code = 0
     try:
+        _reseed()
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -133,6 +135,13 @@ def _run(arguments: list) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _reseed() -> None:
+    """Give this process random numbers of its own: those of `random` are, but others' are not."""
+    for name in ("numpy.random", "torch"):
+        if name in sys.modules:
+            sys.modules[name].seed()
 
 
 def _code_of(error: SystemExit) -> int:

@@ -25,7 +25,7 @@ from pydantic import Field
 from async_grpo.config import schema
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.fork_server import KEY
-from async_grpo.environments.program_process import Launcher, ProgramProcess
+from async_grpo.environments.program_process import KEPT, Launcher, ProgramProcess
 from async_grpo.environments.served import ServedOptions, ServedTask, result_of, told
 from async_grpo.tasks.base import TaskError, parse_options
 
@@ -46,7 +46,7 @@ class ProgramOptions(ServedOptions):
     preload: list[str] = Field(default_factory=list)
     """Modules that a Python program finds imported: it is forked from a process that has them, and
     need not spend a second on `openai`. The command is an interpreter, then a script or `-m` and a
-    module.
+    module. Random numbers of `random`, numpy and torch begin anew; other state is the same in all.
     """
 
     @property
@@ -138,6 +138,11 @@ class ProgramEnvironment:
         if ended.code != 0:
             how = f"signal {-ended.code}" if ended.code < 0 else f"exit status {ended.code}"
             raise RuntimeError(f"the program ended with {how}: {ended.err}")
+        if ended.cut:
+            raise RuntimeError(
+                f"the last line of the program has {KEPT // 1024} KiB or more, and a result less: "
+                "put what is long into a file"
+            )
         try:
             found = json.loads(ended.out)
         except ValueError:

@@ -50,13 +50,15 @@ _FORK_SERVER = Path(__file__).with_name("fork_server.py")
 @dataclass(frozen=True)
 class Ended:
     """How a program ended: its exit status (negative: a signal), whether it was ended because it
-    printed too much, and the last line of each output.
+    printed too much, the last line of each output, and whether that of stdout is cut off, since it
+    has `KEPT` bytes or more.
     """
 
     code: int
     printed_much: bool
     out: str
     err: str
+    cut: bool
 
 
 class ProgramProcess:
@@ -77,7 +79,8 @@ class ProgramProcess:
         self.kill()  # and its session, while its number is still its own
         code = self._reap()
         out, err = await self._pipes.read()
-        return Ended(code, self._pipes.printed_much, _last_line(out), _last_line(err))
+        cut = len(out) == KEPT and len(_lines(out)) == 1
+        return Ended(code, self._pipes.printed_much, _last(out), _last(err), cut)
 
     async def close(self) -> None:
         """End the program and what it started."""
@@ -426,6 +429,10 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _last_line(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+def _last(output: bytes) -> str:
+    return _lines(output)[-1].strip().decode(errors="replace")
+
+
+def _lines(output: bytes) -> list[bytes]:
+    r"""Split at \n and \r alone: what else ends lines in Unicode may stand in JSON."""
+    return output.rstrip().splitlines() or [b""]

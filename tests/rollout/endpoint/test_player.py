@@ -17,7 +17,7 @@ import pytest
 
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.program import Program
-from async_grpo.environments.program_process import _Pipes
+from async_grpo.environments.program_process import KEPT, _Pipes
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.tasks.base import TaskError
@@ -106,6 +106,31 @@ def test_an_error_that_nobody_has_foreseen_fails_its_episode() -> None:
     assert isinstance(found, EnvironmentFailed), found
     assert found.reason == "answer" and "KeyError: 'odd'" in str(found)
     assert counts["environment_answer"] == counts["requests_503"] == 1
+
+
+@PRELOADED
+def test_a_result_is_a_line_whatever_else_ends_lines_in_unicode(preload: list[str]) -> None:
+    config = config_of([*script("failing"), "result_of_line_ends"], options={"preload": preload})
+    found, _ = play(Saying("a1"), config)
+    assert isinstance(found, Episode), found
+    assert found.verdict == 1.0
+
+
+@pytest.mark.parametrize("size", [KEPT - 2, KEPT, 2 * KEPT])
+def test_a_result_has_less_than_what_is_kept(size: int) -> None:
+    found, _ = play(Saying("a1"), config_of([*script("failing"), "result_of_size", str(size)]))
+    if size < KEPT:
+        assert isinstance(found, Episode) and found.verdict == 1.0
+    else:
+        assert isinstance(found, EnvironmentFailed) and "64 KiB or more" in str(found)
+
+
+def test_a_gigabyte_is_read_and_thrown_away() -> None:
+    """It says itself by how much the peak memory of its reader has grown."""
+    config = config_of([*script("failing"), "prints_a_gigabyte"], options={"output_mb": 1025.0})
+    found, _ = play(Saying("a1"), config)
+    assert isinstance(found, Episode), found
+    assert found.metrics["grown_mb"] < 64
 
 
 @PRELOADED
@@ -270,6 +295,32 @@ def test_a_forked_program_is_as_one_that_was_begun(
     )
     assert told[0]["variables"] == sorted([*passed, *own])
     assert told[0]["directory"] == str(tmp_path) and told[0]["A"] == "b c"
+
+
+@pytest.mark.parametrize(
+    ("module", "whose"),
+    [
+        ("random", "by_chance"),
+        ("numpy.random", "numpy"),
+        pytest.param("torch", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_forked_programs_have_random_numbers_of_their_own(
+    module: str, whose: str, tmp_path: Path
+) -> None:
+    async def scenario() -> set[float]:
+        command = [*script("failing"), "tells", str(tmp_path / "told")]
+        options = {"preload": [module], "variables": {"A": "", "OFFLINE": "1"}}
+        launcher = Program(config_of(command, options=options).task, 0).environment()._launcher
+        found = set()
+        for number in range(3):
+            process = await launcher.begin(b"{}", {"OPENAI_API_KEY": f"{number:032}"})
+            assert (await process.end()).err == "the end"
+            await process.close()
+            found.add(json.loads((tmp_path / "told").read_text())[whose])
+        return found
+
+    assert len(asyncio.run(asyncio.wait_for(scenario(), 60))) == 3
 
 
 def test_a_module_that_cannot_be_imported_is_said() -> None:

@@ -35,6 +35,21 @@ def asked_too_much() -> bool:
     return False
 
 
+def numbers_of_others() -> dict:
+    numbers = {}
+    if "numpy.random" in sys.modules:
+        numbers["numpy"] = int(sys.modules["numpy.random"].randint(10**9))
+    if "torch" in sys.modules:
+        numbers["torch"] = float(sys.modules["torch"].rand(1))
+    return numbers
+
+
+def reader_mb() -> float:
+    with open(f"/proc/{os.getppid()}/status") as status:
+        peak = next(line for line in status if line.startswith("VmHWM"))
+    return int(peak.split()[1]) / 1024
+
+
 RIGHT = json.dumps({"rewards": {"correct": 1.0}, "verdict": 1})
 if kind not in ("never_asks", "asks_too_much", "hides_it") and "OFFLINE" not in os.environ:
     messages.append(ask())
@@ -50,6 +65,21 @@ elif kind == "prints_much":
     for _ in range(64):
         print("x" * 2**16)
     print(RIGHT)
+elif kind == "prints_a_gigabyte":
+    before = reader_mb()
+    for _ in range(512):
+        sys.stdout.write("x" * 2**20)
+        sys.stderr.write("x" * 2**20)
+    grown = {"grown_mb": reader_mb() - before}
+    print("\n" + json.dumps({"rewards": {"correct": 1.0}, "metrics": grown}))
+elif kind == "result_of_line_ends":
+    answer = "a\u2028b\u2029c\x85d"
+    result = {"rewards": {"correct": 1.0}, "verdict": 1, "answer": answer}
+    sys.stdout.buffer.write(b"half\r" + json.dumps(result, ensure_ascii=False).encode())
+elif kind == "result_of_size":
+    result = json.loads(RIGHT) | {"answer": ""}
+    result["answer"] = "x" * (int(sys.argv[2]) - len(json.dumps(result)))
+    print("before\n" + json.dumps(result))
 elif kind == "reserves":
     map_memory = ctypes.CDLL(None).mmap
     map_memory.restype = ctypes.c_void_p
@@ -105,6 +135,7 @@ elif kind == "tells":
         "file": __file__,
         "path": sys.path[0],
         "by_chance": random.random(),
+        **numbers_of_others(),
         "key_in_proc": key_in_proc,
     }
     with open(sys.argv[2], "w") as told:
