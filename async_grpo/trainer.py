@@ -30,12 +30,12 @@ from async_grpo.config.load import dump, load_settings
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.lifecycle import Lifecycle
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.rollout.generation import Generated, prompts_of, sampling_of
 from async_grpo.runtime.stopping import Signals
 from async_grpo.runtime.text import counted
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
     from async_grpo.loop import Comparison
-    from async_grpo.rollout.generation import Generated
     from async_grpo.tasks.base import Prompt
 
 Result = TypeVar("Result")
@@ -197,8 +197,9 @@ class Trainer(Lifecycle):
         `rollout`. Actors go on with their groups meanwhile. A response has `text`, `token_ids`,
         `logprobs`, `weights` (label per token) and `finish_reason`. Raises RunError.
         """
+        asked = prompts_of(prompts), sampling_of(self.config.rollout, sampling)
         self.start()
-        return self._run(self.system.actors.generate(prompts, sampling))
+        return self._run(self.system.actors.generate(*asked))
 
     def add_rollout_actor(self) -> str:
         """Start one more rollout actor, also from another thread; its id once it serves. Raises

@@ -43,6 +43,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
+from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.generation import Generated
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import last_line
@@ -271,7 +272,7 @@ class ActorManager:
         return {engine.actor_id: one for engine, one in zip(engines, answers, strict=True)}
 
     async def generate(
-        self, prompts: Sequence[Prompt], asked: dict[str, Any]
+        self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[list[Generated]]:
         """Generate responses to each prompt, by turns on all engines (`generation.generate`).
         Raises RunError, also where an actor dies meanwhile.
@@ -280,7 +281,7 @@ class ActorManager:
         if not engines:
             raise RunError("no rollout actor is alive now; ask again")
         calls = [
-            engines[index % len(engines)].handle.generate.remote(prompt, asked)
+            engines[index % len(engines)].handle.generate.remote(prompt, sampling)
             for index, prompt in enumerate(prompts)
         ]
         limit = self._config.watchdog.step_timeout_s

@@ -269,10 +269,10 @@ class RolloutActor:
                 indices=indices, total=total, label=label, samples=samples
             )
 
-    async def generate(self, prompt: Prompt, asked: dict[str, Any]) -> list[Generated]:
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Generated]:
         """Responses to one prompt outside of training, see `generation.generate`."""
         parts = self.parts
-        return await generate(parts.engine, parts.tokenizer, self._config.rollout, prompt, asked)
+        return await generate(parts.engine, parts.tokenizer, self._config.rollout, prompt, sampling)
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`; groups held here go on, and `run` does not return."""
