@@ -317,17 +317,17 @@ def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_counted_as_p
         step = asyncio.create_task(run.loop.step())
         while "waiting for an evaluation" not in run.loop.phase:
             await asyncio.sleep(0)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
         assert run.events[-1] == "end", "it is trained, and not published"
         run.pinned.set()
         metrics = await step
         assert (
             run.events[-1] == "publish 1"
             and metrics["time/publish"] == 0.5
-            and metrics["time/step"] > 0.02
+            and metrics["time/step"] > 0.5
         )
         assert (
-            metrics["time/learner/evaluating"] >= 0.02 > metrics["time/learner/publishing"]
+            metrics["time/learner/evaluating"] >= 0.5 > metrics["time/learner/publishing"]
             and "evaluation" not in run.loop.phase
         )
         await run.loop.publish_newest()
@@ -439,8 +439,8 @@ def test_a_failure_ends_training_at_once() -> None:
         run = Fakes(config(timeout_s=1000))
         run.training = asyncio.Event()
         waiting = asyncio.create_task(run.loop.step())
-        await asyncio.sleep(0.02)
-        assert run.events[-1] == "begin"
+        while "begin" not in run.events:
+            await asyncio.sleep(0)
         run.loop.fail(FaultBudgetSpent("a rank died"))
         with pytest.raises(FaultBudgetSpent):
             await asyncio.wait_for(waiting, 2)

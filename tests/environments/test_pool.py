@@ -151,9 +151,9 @@ def test_an_endless_loop_is_a_hang_too() -> None:
 
 def test_a_deadline_does_not_count_the_wait_for_a_turn() -> None:
     async def main() -> None:
-        async with pool_of() as pool:
+        async with pool_of(step_timeout_s=3 * STEP_S) as pool:
             episodes = [(await pool.open(None, 0))[0] for _ in range(4)]
-            calls = [one.step(told(f"sleep {0.6 * STEP_S}")) for one in episodes]
+            calls = [one.step(told(f"sleep {STEP_S}")) for one in episodes]
             assert {one.content for one in await asyncio.gather(*calls)} == {"woke"}
 
     run(main)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +12,7 @@ from pathlib import Path
 
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.tracking.tracker import Tracker
+from tests.support.processes import free_port
 
 WITHIN_S = 120.0
 
@@ -48,21 +46,11 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def _lasting_port() -> int:
-    """A free port that the system gives to nobody meanwhile: the server takes it seconds later, and
-    again after its restart.
-    """
-    for port in random.sample(range(10_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
-
-
 class Server:
     """`mlflow server` on a port of its own, which can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self._port = _lasting_port()
+        self._port = free_port()  # kept over a restart
         self.uri, self._folder, self._process = f"http://127.0.0.1:{self._port}", folder, None
 
     def start(self) -> None:

@@ -51,7 +51,7 @@ def settings(home: Path, model: str) -> Config:
             "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES},
             "weight_sync": {"verify_every": 2},
             "tracking": {"mlflow": False, "report": False, "sample_rows": SAMPLE_ROWS},
-            "checkpoint": {"every_steps": 4},
+            "checkpoint": {"every_steps": 4, "keep": 3},
             "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 16}},
         }
     )

@@ -28,7 +28,7 @@ from async_grpo.runtime import stacks
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
 
-STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 8.0, 10.0, 90.0
+STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 16.0, 10.0, 90.0
 pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.chain_runs import PROGRAM, run_chain
 from tests.support.processes import marked
+from tests.support.waiting import wait_until
 
 STEPS, GROUPS, SIZE = 2, 4, 4
 EXAMPLES = PROGRAM.parents[1]
@@ -69,7 +70,7 @@ def test_programs_play_a_run(tmp_path: Path) -> None:
     mark = {"PROGRAM_OF": str(tmp_path)}
     options = {"command": ["python", str(AGENT)], "of": "chain", "preload": ["warm"]}
     check(run(tmp_path, f"task.options={json.dumps(options | {'variables': mark})}"))
-    assert marked("PROGRAM_OF", str(tmp_path)) == []
+    wait_until(lambda: not marked("PROGRAM_OF", str(tmp_path)), 20, "the programs' end")
 
 
 @pytest.mark.slow  # its fast part: tests/rollout/endpoint/test_work.py

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,7 @@ def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int,
     if not ask(trainer, trainer.system.queue.held()).get(actor_id):
         return []
     os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)  # what it has sent before arrives
     if held := ask(trainer, trainer.system.queue.held()).get(actor_id):
         return held
     os.kill(pid, signal.SIGCONT)

@@ -29,7 +29,7 @@ from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.learners import run_ranks, set_rank
 from tests.support.models import ModuleOwner, write_model
-from tests.support.nccl_over_gloo import Aborted, Control, GlooCommunicator
+from tests.support.nccl_over_gloo import ABORT_WAIT_S, Aborted, Control, GlooCommunicator
 from tests.support.nccl_sides import (
     BUFFER_BYTES,
     GPUS,
@@ -341,11 +341,10 @@ def test_a_broadcast_is_asynchronous_at_the_root_and_in_order(control: Control) 
     control.inject({"kind": "slow", "rank": 0, "bucket": 0, "seconds": 0.3})
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     sent = [torch.full((5,), float(number)) for number in range(4)]
-    started = time.monotonic()
     for number, tensor in enumerate(sent):
         with torch.cuda.stream(streams[number % 2]):
             root.broadcast(tensor, src=0)
-    assert time.monotonic() - started < 0.2 and not streams[0].query()
+    assert not streams[0].query(), "nobody has joined, and all four calls came back"
     received = [[torch.empty(5) for _ in sent] for _ in others]
     futures = [
         in_thread(lambda c=c, into=into: [c.broadcast(t, src=0) for t in into], device=c.rank)
@@ -377,7 +376,7 @@ def test_abort_ends_a_blocked_broadcast(control: Control, blocked: str) -> None:
     victim.destroy()
     with pytest.raises(Aborted):
         waiting.result(DEADLINE_S)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < ABORT_WAIT_S, "it waited for what it had ended"
     assert victim.disabled and not victim.available
     victim.broadcast(tensor, src=0)  # does nothing, as vLLM's
     assert control.events("abort", rank=victim.rank)

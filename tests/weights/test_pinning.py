@@ -78,10 +78,10 @@ def test_with_one_engine_the_next_publication_waits_and_the_wait_is_the_evaluati
             assert pin.engine is None and run.coordinator.serving() == run.members
             assert pin.learner_waited_s == 0, "nobody waits yet"
             publishing = asyncio.create_task(publish(run, 1))
-            await until(lambda: pin.learner_waited_s > 0.05)
+            await until(lambda: pin.learner_waited_s > 1.0)
             assert run.events[-1] == "live 0" and run.members[0].label == "v0.0"
-        assert await publishing < 0.05 and run.events[-1] == "live 1"
-        assert run.coordinator.weight_metrics()["weights/learner_waited_s"] < 0.05
+        assert await publishing < 0.5 and run.events[-1] == "live 1"
+        assert run.coordinator.weight_metrics()["weights/learner_waited_s"] < 0.5
         async with run.coordinator.pinned() as pin:
             assert pin.label == "v0.1"
 

@@ -617,6 +617,7 @@ def test_scores_name_every_version_that_they_may_be_of(
                 # computed
                 # under the new
             ):
+                await asked[0]  # one at least is of the old weights alone
                 asked += [asyncio.create_task(serving.engine.score(PROBES[:1])) for _ in range(100)]
                 await asyncio.sleep(0)
                 receiving = asyncio.create_task(serving.receive(staged))

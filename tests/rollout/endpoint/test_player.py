@@ -153,8 +153,9 @@ def test_memory_is_what_a_program_has_not_what_it_reserves(preload: list[str]) -
 
 @pytest.mark.parametrize("on_timeout", ["score_zero", "fail_group"])
 def test_a_program_that_hangs_ends_at_its_deadline(on_timeout: str) -> None:
-    environment = {"step_timeout_s": 1.5, "on_timeout": on_timeout}
-    config = config_of([*script("failing"), "hangs"], environment=environment)
+    environment = {"step_timeout_s": 3.0, "on_timeout": on_timeout}
+    options = {"preload": ["urllib.request"]}  # so that it asks soon after it was started
+    config = config_of([*script("failing"), "hangs"], options=options, environment=environment)
     found, _ = play(Saying("a1"), config)
     if on_timeout == "fail_group":
         assert isinstance(found, EnvironmentFailed) and found.reason == "timeout"

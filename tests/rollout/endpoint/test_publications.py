@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from async_grpo.weights.transport import Version
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.models import ModuleOwner, write_model
 
-EPISODES, TURNS, TOKENS, TEMPERATURE = 6, 3, 150, 0.8
+EPISODES, TURNS, TOKENS, TEMPERATURE = 6, 3, 280, 0.8
 pytestmark = pytest.mark.timeout(200)
 
 
@@ -57,13 +58,15 @@ class Served:
         self.config, self.engine = config, engine
         self.tokenizer, self.counts = tokenizer, Counter[str]()
         self.endpoint = Endpoint(config.endpoint, words=tokenizer.decode, counts=self.counts)
-        self.open = 0
+        self.names = count()
+        self.open: list[str] = []
 
     def episode(self) -> ServedEpisode:
         async def sample(tokens: list[int], sampling: Sampling) -> Completion:
-            self.open += 1
-            [done] = await self.engine.generate(tokens, sampling)
-            self.open -= 1
+            name = f"request-{next(self.names)}"
+            self.open.append(name)
+            [done] = await self.engine.generate(tokens, sampling, name=name)
+            self.open.remove(name)
             return done
 
         return ServedEpisode(
@@ -76,10 +79,16 @@ class Served:
             counts=self.counts,
         )
 
+    def all_have_begun(self) -> bool:
+        """Whether every episode has a request of which a token is sampled."""
+        begun = [self.engine.so_far(name).get(0) for name in self.open]
+        return len([one for one in begun if one is not None and len(one.token_ids)]) == EPISODES
+
     async def converse(self, number: int, key: str, between: asyncio.Barrier) -> None:
         """Talk in turns; all wait for each other, and for the publication, before each."""
         messages: list[Any] = [{"role": "user", "content": f"{number}+1="}]
         async with httpx.AsyncClient(timeout=100) as client:
+            await between.wait()
             for _ in range(TURNS):
                 reply = await client.post(
                     self.endpoint.url + "/chat/completions",
@@ -103,14 +112,13 @@ async def play(served: Served, publish: Any) -> list[Episode]:
         clients = asyncio.gather(
             *[served.converse(number, key, between) for number, key in enumerate(keys)]
         )
+        await between.wait()
         for _ in range(TURNS):
-            while served.open < EPISODES:
+            while not served.all_have_begun():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            assert served.open == EPISODES, "turns ended before the publication: make them longer"
             await publish()
             await between.wait()
-            assert served.open == 0
+            assert not served.open
             await publish()
             await between.wait()
         await clients
