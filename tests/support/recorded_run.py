@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from async_grpo.callbacks.base import Callback
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.events import Reject
@@ -57,12 +58,22 @@ def settings(home: Path, model: str) -> Config:
     )
 
 
+class SamplesShown(Callback):
+    """Waits for a step's samples: while they are fetched, a step that is due gives none."""
+
+    def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
+        trainer.call(trainer.system._samples.finish())
+
+
 def tell(home: Path) -> dict[str, Any]:
     """The run, while groups are ready or under way at its end: what driver, engine and queue said
     of it, and its files.
     """
     config, told = settings(home, write_model(home / "model", positions=64)), {}
-    with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
+    with (
+        open(home / "log.txt", "w") as log,
+        Trainer(config, console=Console(log), callbacks=[SamplesShown()]) as trainer,
+    ):
         trainer.start()
         began = time.monotonic()
         trainer.evaluate()
