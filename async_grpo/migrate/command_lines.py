@@ -14,14 +14,15 @@ from typing import Any
 
 from async_grpo.config import yaml12
 from async_grpo.errors import SetupError
-from async_grpo.migrate.shell import commands
+from async_grpo.migrate.shell import ShellScript
 
 PROGRAMS = ("openrlhf", "verl", "roll", "start_rlvr_pipeline", "recipe", "areal", "prime_rl", "trl")
 """What the path of a command that trains has in it, as a word."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 _DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(=.*)?", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*[<>]")
-_SHORT = re.compile(r"-[A-Za-z]\w*")
+_ALONE = re.compile(r"-[A-Za-z]\w*|\$\{[@*]\}")
+"""A short option, or what the script itself is given: no value of the option in front of it."""
 _MOST = 10_000
 """Words beyond which a command is no configuration."""
 _PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "nnodes")
@@ -59,13 +60,14 @@ def looks_like_a_command(text: str) -> bool:
 
 def command_line_of(text: str) -> CommandLine:
     """Return the command of a script that trains. Raises SetupError."""
-    best = CommandLine()
-    for words in commands(text):
+    script, best = ShellScript(text), CommandLine()
+    for words in script.commands():
         if len(words) > _MOST:
             raise SetupError(f"A command of {len(words):,} words is no configuration.")
         found = _read(words)
         if (bool(found.program), len(found.options)) > (bool(best.program), len(best.options)):
             best = found
+    best.left += script.conditional()
     return best
 
 
@@ -115,8 +117,8 @@ def _take(words: list[str], found: CommandLine) -> None:
         wanted = bool(option) and not values
         override = None if wanted else _OVERRIDE.fullmatch(word)
         deletion = None if wanted else _DELETION.fullmatch(word)
-        short = _SHORT.fullmatch(word)
-        if not (word.startswith("--") or override or deletion or short):
+        alone = _ALONE.fullmatch(word)
+        if not (word.startswith("--") or override or deletion or alone):
             values.append(word)
             continue
         if option:
@@ -128,7 +130,7 @@ def _take(words: list[str], found: CommandLine) -> None:
             found.options.append((override[1], _value([override[2]])))
         elif deletion is not None:
             found.delete(deletion[1], word)
-        elif short is not None:
+        elif alone is not None:
             found.left.append(_unread(word))
         else:
             option, equals, value = word[2:].partition("=")

@@ -23,7 +23,6 @@ from async_grpo.migrate.common import (
 )
 from async_grpo.migrate.rules import (
     Convert,
-    KeyRule,
     Meant,
     Peer,
     Untranslatable,
@@ -256,11 +255,12 @@ def _layout(value: Any, source: Source) -> Meant:
     return Meant({"cluster.layout": "colocated" if boolean(value) else "split"})
 
 
-def _schedule() -> KeyRule:
+def _schedule(value: Any, source: Source) -> Meant:
+    if str(value) == "cosine_with_min_lr":
+        return Meant({"learner.schedule": "cosine"}, "it falls to 0 here, to a tenth there")
     table = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    table |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-    note = "cosine falls to 0 here, to a tenth there with cosine_with_min_lr"
-    return words("lr_scheduler", "learner.schedule", table, note)
+    table |= {"constant_with_warmup": "constant"}
+    return words("lr_scheduler", "learner.schedule", table).convert(value, source)
 
 
 def _warmup_share(value: Any, source: Source) -> Meant:
@@ -347,7 +347,7 @@ _RULES = (
     none("actor.adam.* actor.muon.* actor.optim actor.min_lr_ratio", "AdamW is the optimizer here, "
          "and schedules fall to 0"),
     same("max_norm"),
-    _schedule(),
+    by("lr_scheduler", _schedule),
     by("lr_warmup_ratio", _warmup_share),
     same("zero_stage ds.zero_stage", "learner.zero_stage"),
     by("adam_offload ds.adam_offload", _offloaded),

@@ -18,6 +18,8 @@ _LONGEST = 20_000
 """Characters of a word, variables replaced; a longer one is no value of a setting."""
 _MOST = 200_000
 """Characters that all variables together are replaced by; a script that wants more is none."""
+_SHOWN = 5
+"""Values of a variable, or elements of an array, that a reason names."""
 _BRACED = r"\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}"
 _VALUES = r"\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)|" + _BRACED + r"|\$(?:\w+|[@*#?!$])"
 """What a shell puts a value in the place of."""
@@ -34,6 +36,8 @@ _WORD = re.compile(r"(?:" + _BRACED + r"|\S)+")
 _ELEMENTS = re.compile(r"\$\{(\w+)\[@\]\}")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\$\{(\w+)(?:\[([@*]|\d{1,4})\])?(?::?[-=](.*))?\}", re.DOTALL)
+_OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
+_INSIDE = ("then", "else", "do")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
 _ARITHMETIC: dict[type[Any], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -43,17 +47,6 @@ _ARITHMETIC: dict[type[Any], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """Split a script into commands, and these into words, the script's variables replaced."""
-    reader = _Reader()
-    for words in reader.commands(text):
-        inner = _inner(words)
-        if inner:
-            yield from reader.commands(inner)
-        else:
-            yield words
 
 
 def _inner(words: list[str]) -> str:
@@ -66,13 +59,21 @@ def _inner(words: list[str]) -> str:
     return ""
 
 
-class _Reader:
-    """Reads a text piece by piece. Between two commands it holds nothing but variables."""
+class ShellScript:
+    """A script, read piece by piece. Between two commands it holds nothing but variables."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._variables: dict[str, list[str]] = {}
         """Elements by name; those of a variable that is no array are one."""
+        self._used: set[str] = set()
+        self._under_conditions: dict[str, list[str]] = {}
+        """Values, first that of before, of variables that are set where a condition holds."""
         self._room = _MOST
+        self._depth = 0
+        """Of `if`, `case` and loops."""
+        self._alone = True
+        """Whether no `&&` or `||` is in front of the command."""
         self._words: list[str] = []
         self._word: str | None = None
         """The word under way."""
@@ -83,8 +84,26 @@ class _Reader:
         self._around: list[str] = []
         """Words in front of that."""
 
-    def commands(self, text: str) -> Iterator[list[str]]:
-        """Read the text; return the words of each of its commands that assigns nothing."""
+    def commands(self) -> Iterator[list[str]]:
+        """Return the words of each command that assigns nothing, variables replaced."""
+        for words in self._read(self._text):
+            inner = _inner(words)
+            if inner:
+                yield from self._read(inner)
+            else:
+                yield words
+
+    def conditional(self) -> Iterator[tuple[str, str, str]]:
+        """Return name, value and a reason to look at it of the variables that were used, and set
+        where a condition holds.
+        """
+        for name, values in self._under_conditions.items():
+            if name in self._used:
+                shown = ", ".join(value[:60] for value in values)
+                several = f"; of {shown}, the last is taken" if len(values) > 1 else ""
+                yield name, values[-1], f"set under a condition, which is taken to hold{several}"
+
+    def _read(self, text: str) -> Iterator[list[str]]:
         position, commented = 0, False
         while (found := _PIECES.match(text, position)) is not None:
             position, piece = found.end(), str(found.lastgroup)
@@ -96,6 +115,7 @@ class _Reader:
                 commented = True
             elif piece == "end" and not self._array:
                 yield from self._command()
+                self._alone = found[0] not in ("&&", "||")
             elif piece in ("space", "end", "joined"):
                 self._end_word()
             elif piece == "array" and self._word is None and not self._array:
@@ -163,11 +183,14 @@ class _Reader:
 
     def _end_array(self) -> None:
         self._end_word()
-        name, elements = self._array.rstrip("+=("), self._words
-        if "+" in self._array:
-            self._variables.setdefault(name, []).extend(elements)
-        else:
-            self._variables[name] = elements
+        name = self._array.rstrip("+=(")
+        if "+" not in self._array:
+            self._variables.pop(name, None)
+        elements = self._variables.setdefault(name, [])
+        before = " ".join(elements[-_SHOWN:])
+        elements.extend(self._words)
+        if self._depth or not self._alone:
+            self._note(name, before, " ".join(elements[-_SHOWN:]))
         self._array = ""
         self._words, self._around = self._around, []
 
@@ -175,21 +198,46 @@ class _Reader:
         """Keep what a command assigns; return the words of any other."""
         self._end_word()
         words, self._words, self._assigning = self._words, [], True
-        if words and words[0] in _DECLARES:
+        while words and words[0] in _INSIDE:
+            words = words[1:]
+        first = words[0] if words else ""
+        if first in _OPENS:
+            self._depth += 1
+        elif first in _CLOSES:
+            self._depth = max(0, self._depth - 1)
+        if first in _DECLARES:
             words = [word for word in words[1:] if not word.startswith("-")]
         assigned = [_ASSIGNED.fullmatch(word) for word in words]
         if not all(assigned):
             yield words
             return
         for name, added, value in (one.groups() for one in assigned if one):
-            elements = self._variables.setdefault(name, [])
-            value = elements[0] + value if added and elements else value
-            elements[:1] = [value if len(value) <= _LONGEST else "${...}"]
+            self._assign(name, value, added=bool(added))
+
+    def _assign(self, name: str, value: str, *, added: bool) -> None:
+        conditional = self._depth > 0 or not self._alone
+        if conditional and "${" in value:
+            return  # an option of the script itself, such as `$2`
+        before = self._variables.get(name, [""])[:1]
+        value = "".join(before) + value if added else value
+        value = value if len(value) <= _LONGEST else "${...}"
+        if conditional:
+            self._note(name, *before, value)
+        self._variables.setdefault(name, [])[:1] = [value]
+
+    def _note(self, name: str, *values: str) -> None:
+        known = self._under_conditions.setdefault(name, [value for value in values[:-1] if value])
+        if values[-1] in known:
+            known.remove(values[-1])
+        elif len(known) >= _SHOWN:
+            known.pop()
+        known.append(values[-1])
 
     # ---- values
 
     def _elements(self, name: str) -> list[str]:
         """Return the elements of an array; what the script does not set as `${...}`."""
+        self._used.add(name)
         found = self._variables.get(name, [f"${{{name}[@]}}"])
         self._room -= sum(map(len, found)) + len(found) if self._room > 0 else 0
         return found if self._room > 0 else ["${...}"]
@@ -212,6 +260,7 @@ class _Reader:
         name, index, default = parameter.groups() if parameter else (text.strip("${}"), None, None)
         if name in self._variables and index is not None:
             elements = self._variables[name]
+            self._used.add(name)
             return " ".join(elements if index in "@*" else elements[int(index) :][:1])
         if name not in self._variables and default is not None:
             default = default.replace('"', "")
@@ -220,6 +269,7 @@ class _Reader:
 
     def _first(self, name: str, otherwise: str) -> str:
         """Return a variable's value, of an array that of its first element."""
+        self._used.add(name)
         return next(iter(self._variables[name]), "") if name in self._variables else otherwise
 
 

@@ -183,6 +183,7 @@ def test_command_lines_are_read(script: str, program: str, options: list[Any]) -
 
 
 LEFT = "what this word means there is not known"
+TAKEN = "set under a condition, which is taken to hold"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,15 @@ LEFT = "what this word means there is not known"
          []),
         ("eval \"python3 -m verl.main x.a=1\"; bash -lc 'verl.main x.a=1 x.b=2' > log.txt 2>&1",
          [("x.a", 1), ("x.b", 2)], []),
+        ("if [ $1 ]; then N=4; else\n N=8\nfi\nverl.main x.n=$N", [("x.n", 8)],
+         [("N", "8", f"{TAKEN}; of 4, 8, the last is taken")]),
+        ("A=(x.a=1)\nB=2\n[ $1 ] && A+=(x.b=$B)\nif x; then O=3; fi\nverl.main ${A[@]} x.c=1",
+         [("x.a", 1), ("x.b", 2), ("x.c", 1)],
+         [("A", "x.a=1 x.b=2", f"{TAKEN}; of x.a=1, x.a=1 x.b=2, the last is taken")]),
+        ("M=m\nwhile x; do\n case $1 in\n --m)\n  M=$2\n  N=$2\n esac\ndone\n"
+         "verl.main x.m=$M x.n=${N:-7}", [("x.m", "m"), ("x.n", 7)], []),
+        ("openrlhf.cli.x --n 8 --name run \"$@\"", [("n", 8), ("name", "run")],
+         [("beside the options", "${@}", LEFT)]),
         ("verl.main one x.a=1 two \"$@\" -v --b > log.txt", [("x.a", 1), ("b", True)],
          [("beside the options", word, LEFT) for word in ("one", "two", "${@}", "-v")]),
         ("verl.main x.a=1 x.s.b=2 x.s.c=3 ~x.s ~x.a=1 ~x.d x.s.b=4 --p ~user",
