@@ -37,6 +37,7 @@ def test_relative_paths_begin_where_the_trainable_was_made(
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path / "tune"))
     monkeypatch.chdir(home)
     made = trainable(Config.model_validate(SETTINGS))
+    assert made.settings["run"]["dir"] == str(home / "runs/mine")
     monkeypatch.chdir(trials)  # as Tune does
     parameters = {"model.path": "models/b", "run.dir": "runs/other"} if named else {}
     trial: RunTrial = made(config=parameters)
