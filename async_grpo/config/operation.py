@@ -42,7 +42,7 @@ class Evaluation(Section):
     """Held-out problems per evaluation."""
     n: NonNegative = 1
     """Sampled responses per problem besides the greedy one, for pass@1, 2, 4, ... n; 0: none."""
-    temperature: Annotated[float, Field(gt=0)] | None = None
+    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
     """Longest time one evaluation may take. One before training ends the run then; one beside or

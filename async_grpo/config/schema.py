@@ -304,7 +304,7 @@ class RolloutConfig(Section):
     """Episodes that a rollout actor has begun and not ended, those that wait for their environments
     included; null: twice as many as its engine generates at the same time.
     """
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner's log-probabilities use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from async_grpo.config.operation import Evaluation
 from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.errors import RunError
 from async_grpo.observe.console.console import Console
@@ -86,6 +88,18 @@ def test_vllm_takes_what_is_not_refused() -> None:
         for value in values:
             made = sampling_of(ROLLOUT, {name: value})
             assert getattr(sampling_params(**{name: getattr(made, name)}), name) is not None
+
+
+def test_a_temperature_that_vllm_does_not_take_is_refused_in_every_place() -> None:
+    vllm = pytest.importorskip("vllm")
+    with pytest.raises(vllm.exceptions.VLLMValidationError):
+        vllm.SamplingParams(temperature=2.01)
+    for section in (RolloutConfig, Evaluation):
+        with pytest.raises(ValidationError, match="less than or equal to 2"):
+            section(temperature=2.01)
+        assert section(temperature=2.0).temperature == 2
+    with pytest.raises(RunError, match="a number of 0 to 2"):
+        sampling_of(ROLLOUT, {"temperature": 2.01})
 
 
 @pytest.mark.parametrize(("prompts", "asked"), [("1+1=", {}), (["1+1="], {"temperature": -1})])
