@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from async_grpo.migrate.common import (
@@ -16,6 +16,7 @@ from async_grpo.migrate.common import (
     LAYOUT_OF_OTHERS,
     PROCESSES,
     SUMMED,
+    adapters,
     data,
     experiment,
     file_name,
@@ -81,22 +82,26 @@ def _cap(value: Any, source: Source) -> Meant:
 
 
 def _rejected(value: Any, source: Source) -> Meant:
-    def of(key: str, default: Any) -> Any:
-        return source.find(f"rejection_sampling.{key}", default)
+    def of(key: str, default: str) -> str:
+        return str(source.find(f"actor.rejection_sampling.{key}", default))
 
+    if value is None:
+        return Meant({}, "off")
     if not _decoupled(source) and _anchor(source) == "behavior":
         return Meant({}, "with the sampler's log-probs as anchor there is nothing to weigh")
-    if str(of("metric", "ratio")) != "ratio":
+    if of("metric", "ratio") != "ratio":
         raise Untranslatable("other scores of the ratio are rules of `algorithm.rejection`")
-    level = {"token": "token", "sequence": "geometric"}.get(str(of("level", "token")))
-    mode = {"mask": "mask", "clamp": "truncate"}.get(str(of("action", "mask")))
+    levels = {"token": "token", "mean": "geometric", "sum": "sequence"}
+    whole_response = of("level", "token") == "sequence"
+    level = levels.get(of("agg", "mean") if whole_response else of("level", "token"))
+    mode = {"mask": "mask", "clamp": "truncate"}.get(of("action", "mask"))
     if level is None or mode is None:
-        raise Untranslatable("allowed are token and sequence, mask and clamp")
+        raise Untranslatable("allowed are token and sequence, mean and sum, mask and clamp")
     found = {
         "algorithm.importance.level": level,
         "algorithm.importance.mode": mode,
-        "algorithm.importance.upper": source.number("rejection_sampling.upper", 5.0),
-        "algorithm.importance.lower": source.number("rejection_sampling.lower", 0.0),
+        "algorithm.importance.upper": source.number("actor.rejection_sampling.upper", 5.0),
+        "algorithm.importance.lower": source.number("actor.rejection_sampling.lower", 0.0),
     }
     note = "the geometric mean decides and weighs there" if level == "geometric" else ""
     return Meant(found, note)
@@ -216,8 +221,8 @@ def _epochs(value: Any, source: Source) -> Meant:
 
 
 def _concurrent(value: Any, source: Source) -> Meant:
-    found = re.search(r"d(\d{1,4})", str(source.find("allocation_mode", "d1")))
-    engines = max(1, int(found[1])) if found else 1
+    where = source.find("allocation_mode") or source.find("rollout.backend")
+    engines = max(1, _sizes(str(where).partition("+")[0]).get("d", 1))
     responses = whole(value) * source.number("gconfig.n_samples", 1)
     note = f"groups on all engines there, responses on each of {engines} here"
     return Meant({"cluster.engine.max_num_seqs": math.ceil(responses / engines)}, note)
@@ -241,28 +246,40 @@ def _asked(ours: str, key: str) -> Convert:
     return convert
 
 
+def _sizes(side: str) -> dict[str, int]:
+    """Read `sglang:d4p1t1`, the sizes by their letters."""
+    parts = re.findall(r"([dptc])(\d{1,4})", side.rpartition(":")[2])
+    return {kind: int(size) for kind, size in parts}
+
+
 def _allocation(value: Any, source: Source) -> Meant:
     """Read `sglang:d4p1t1+d4p1t1`: engines, then the learner."""
-    sides = text(value).split("+")
-    sizes = [
-        {
-            kind: int(size)
-            for kind, size in re.findall(r"([dptc])(\d{1,4})", side.rpartition(":")[2])
-        }
-        for side in sides
-    ]
-    if len(sides) != 2 or not all("d" in one for one in sizes):
+    sides = [_sizes(side) for side in text(value).split("+")]
+    if len(sides) != 2 or not all("d" in one for one in sides):
         raise Untranslatable("not two sides of the form d4p1t1")
-    engines, learner = sizes
-    return Meant(
-        {
-            "cluster.layout": "split",
-            "cluster.rollout_actors.max": engines["d"],
-            "cluster.engine.tensor_parallel_size": engines.get("t", 1),
-            "learner.ranks": learner["d"] * learner.get("t", 1) * learner.get("p", 1),
-        },
-        "engines d x t, then GPUs of the learner",
-    )
+    note = "engines d x t, then GPUs of the learner"
+    return Meant({"cluster.layout": "split", **_engines(sides[0]), **_ranks(sides[1])}, note)
+
+
+def _engines(sizes: dict[str, int]) -> dict[str, int]:
+    return {
+        "cluster.rollout_actors.max": sizes["d"],
+        "cluster.engine.tensor_parallel_size": sizes.get("t", 1),
+    }
+
+
+def _ranks(sizes: dict[str, int]) -> dict[str, int]:
+    return {"learner.ranks": sizes["d"] * sizes.get("t", 1) * sizes.get("p", 1)}
+
+
+def _backend(of: Callable[[dict[str, int]], dict[str, int]]) -> Convert:
+    def convert(value: Any, source: Source) -> Meant:
+        sizes = _sizes(text(value))
+        if "d" not in sizes:
+            raise Untranslatable("not of the form fsdp:d4p1t1")
+        return Meant(of(sizes), "d x t x p")
+
+    return convert
 
 
 def _greedy(value: Any, source: Source) -> Meant:
@@ -309,6 +326,7 @@ _RULES = (
     none("^rollout.consumer_batch_size", "`rollout.rollout_batch_size` is what a step takes"),
     same("^rollout.request_timeout"),
     none("^rollout.queue_size", "`replay.outstanding`, by itself"),
+    by("^rollout.backend", _backend(_engines)),
     none("^rollout.*", PROCESSES),
     # ---- the loss
     by("^actor.ppo_n_minibatches", _mini_batch),
@@ -319,7 +337,7 @@ _RULES = (
     none("^actor.group_size ^actor.max_new_tokens", "`gconfig` counts"),
     by("^actor.use_decoupled_loss ^actor.recompute_logprob ^actor.prox_logp_method", _anchored),
     by("^actor.behav_imp_weight_cap", _cap),
-    by("^actor.rejection_sampling.*", _rejected),
+    by("^actor.rejection_sampling ^actor.rejection_sampling.*", _rejected),
     by("^actor.importance_sampling_level", _level),
     answered("^actor.m2_threshold"),
     by("^actor.use_sapo_loss", lambda value, source: Meant(
@@ -363,6 +381,9 @@ _RULES = (
     same("^actor.mb_spec.max_tokens_per_mb"),
     switch("^actor.gradient_checkpointing", "learner.gradient_checkpointing"),
     none("^actor.fsdp.* ^actor.megatron.* ^actor.archon.* ^actor.mb_spec.*", LAYOUT_OF_OTHERS),
+    by("^actor.backend", _backend(_ranks)),
+    *adapters("^actor.lora_rank", "^actor.lora_alpha", "^actor.target_modules", "^actor.use_lora"),
+    none("^actor.use_lora ^actor.peft_type", "adapters are `model.lora`"),
     none("^actor.weight_update_mode", "`weight_sync.backend` is auto: the fastest that there is"),
     none("^actor.*", "how the learner is built there"),
     # ---- operation
@@ -407,6 +428,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
         yield "algorithm.reward_clip", 20.0 / _scaling(source), own
     if not source.has("total_train_steps"):
         yield "run.epochs", 1, own
+    if str(source.find("actor.use_lora", False)).lower() == "true":
+        yield "model.lora.rank", 32, own
 
 
 AREAL = Peer(

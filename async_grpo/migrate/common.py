@@ -100,6 +100,20 @@ def resume(keys: str) -> KeyRule:
     return to(keys, "checkpoint.resume", change)
 
 
+def schedule(keys: str) -> KeyRule:
+    """Take a learning-rate schedule by its name in transformers."""
+    table = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+    table |= {"constant_with_warmup": "constant"}
+    to_a_share = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+
+    def convert(value: Any, source: Source) -> Meant:
+        if str(value) in to_a_share:
+            return Meant({"learner.schedule": "cosine"}, "it falls to 0 here, to a share there")
+        return words(keys, "learner.schedule", table).convert(value, source)
+
+    return KeyRule(keys, convert, "learner.schedule")
+
+
 def kl_word(keys: str) -> KeyRule:
     """Take the estimator of the KL in the loss."""
     table = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "kl": "kl", "abs": "abs", "mse": "mse"}

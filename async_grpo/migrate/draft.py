@@ -68,11 +68,18 @@ def walk(source: Source, peer: Peer) -> Draft:
     draft = Draft(source, peer)
     for key, value in source.given.items():
         _place(draft, key, value)
+    given = {_always(peer, key) for key, value, _ in draft.left if value is not None}
     draft.left += source.left
     for name, value, why in peer.implied(source):
-        if name not in draft.kept:
+        if name not in draft.kept and name not in given:  # with a value that nothing here is
             draft.put(name, value, why)
     return draft
+
+
+def _always(peer: Peer, key: str) -> str:
+    """Return the setting that a key is always about, "" where that depends on the rest."""
+    rule = peer.rule(key)
+    return "" if rule is None else rule.ours
 
 
 def _place(draft: Draft, key: str, value: Any) -> None:

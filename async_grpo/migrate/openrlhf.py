@@ -20,6 +20,7 @@ from async_grpo.migrate.common import (
     file_name,
     kl_word,
     precision,
+    schedule,
 )
 from async_grpo.migrate.rules import (
     Convert,
@@ -255,14 +256,6 @@ def _layout(value: Any, source: Source) -> Meant:
     return Meant({"cluster.layout": "colocated" if boolean(value) else "split"})
 
 
-def _schedule(value: Any, source: Source) -> Meant:
-    if str(value) == "cosine_with_min_lr":
-        return Meant({"learner.schedule": "cosine"}, "it falls to 0 here, to a tenth there")
-    table = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    table |= {"constant_with_warmup": "constant"}
-    return words("lr_scheduler", "learner.schedule", table).convert(value, source)
-
-
 def _warmup_share(value: Any, source: Source) -> Meant:
     raise Untranslatable(
         "a share of all steps: `learner.warmup_steps` counts optimizer updates, set it in these"
@@ -347,7 +340,7 @@ _RULES = (
     none("actor.adam.* actor.muon.* actor.optim actor.min_lr_ratio", "AdamW is the optimizer here, "
          "and schedules fall to 0"),
     same("max_norm"),
-    by("lr_scheduler", _schedule),
+    schedule("lr_scheduler"),
     by("lr_warmup_ratio", _warmup_share),
     same("zero_stage ds.zero_stage", "learner.zero_stage"),
     by("adam_offload ds.adam_offload", _offloaded),
@@ -403,7 +396,7 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "rollout.group_size", int(size), own
     yield "rollout.prompt_length", prompt, own
     yield "rollout.response_length", response, own
-    yield "learner.schedule", "cosine", f"{own}, which falls to a tenth there, to 0 here"
+    yield "learner.schedule", "cosine", f"{own}: it falls to a tenth there, to 0 here"
     yield "learner.zero_stage", 2, own
     yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
     yield "algorithm.advantage_clip", 10.0, f"{own}: reward_clip_range"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from async_grpo.config.docs import show
-from async_grpo.migrate.common import PROCESSES, directory, experiment, file_name
+from async_grpo.migrate.common import PROCESSES, adapters, directory, experiment, file_name
 from async_grpo.migrate.rules import (
     Meant,
     Peer,
@@ -136,6 +136,7 @@ _RULES = (
     none("loss.adv_tau", "advantages are not scaled"),
     none("loss.*", "the loss is `algorithm.policy_loss: dppo`"),
     switch("model.ac", "learner.gradient_checkpointing"),
+    *adapters("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"),
     none("trainer.model.*", "how the learner computes; see `learner.deepspeed`"),
     by("trainer_gpu_ids", _devices),
     none("inference_gpu_ids", "all other GPUs generate; `cluster.rollout_actors.max` bounds them"),

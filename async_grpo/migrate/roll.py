@@ -21,6 +21,7 @@ from async_grpo.migrate.common import (
     mlflow_among,
     off_is_zero,
     resume,
+    schedule,
 )
 from async_grpo.migrate.rules import (
     Meant,
@@ -294,6 +295,8 @@ _RULES = (
     resume("^resume_from_checkpoint"),
     mlflow_among("^track_with"),
     none("^tracker_kwargs.* ^tracker_kwargs", "of another tracker"),
+    by("^max_ckpt_to_keep", lambda value, source: Meant(
+        {"checkpoint.keep": whole(value)} if whole(value) > 0 else {}, "all; here the newest")),
     none("^checkpoint_config.*", "checkpoints are in `run.dir`"),
     same("^pretrain", "model.path"),
     none("^reward_pretrain", "rewards come from the task's `score`"),
@@ -350,10 +353,7 @@ _RULES = (
     same("actor_train.training_args.weight_decay", "learner.weight_decay"),
     same("actor_train.training_args.warmup_steps", "learner.warmup_steps"),
     same("^max_grad_norm actor_train.training_args.max_grad_norm", "learner.grad_clip"),
-    words("actor_train.training_args.lr_scheduler_type", "learner.schedule", {
-        "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
-        "cosine": "cosine",
-    }),
+    schedule("actor_train.training_args.lr_scheduler_type"),
     to("actor_train.model_args.disable_gradient_checkpointing", "learner.gradient_checkpointing",
        lambda value: not boolean(value)),
     switch("actor_train.*gradient_checkpointing", "learner.gradient_checkpointing"),

@@ -22,6 +22,7 @@ from async_grpo.migrate.common import (
     off_is_zero,
     precision,
     resume,
+    schedule,
 )
 from async_grpo.migrate.rules import (
     Convert,
@@ -388,10 +389,7 @@ _RULES = (
         source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]})),
     same("^warmup_steps", "learner.warmup_steps"),
     by("^warmup_ratio", _warmup_share),
-    words("^lr_scheduler_type", "learner.schedule", {
-        "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
-        "cosine": "cosine",
-    }),
+    schedule("^lr_scheduler_type"),
     none("^lr_scheduler_kwargs* ^optim ^optim_args ^adam_epsilon", "AdamW is the optimizer here"),
     same("^max_grad_norm"),
     switch("^gradient_checkpointing", "learner.gradient_checkpointing"),
