@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from async_grpo.migrate.common import (
+    A_PART,
     DATA_FILES,
     LAYOUT_OF_OTHERS,
     PROCESSES,
@@ -304,8 +305,9 @@ _RULES = (
         "float16": "- learner and engines compute in bfloat16 or float32",
     }),
     none("^tokenizer_path", "the tokenizer is the model's"),
-    data("^train_dataset.path", "task.train"),
-    data("^valid_dataset.path", "task.eval"),
+    data("^train_dataset.path", "task.train", "train_dataset.split"),
+    data("^valid_dataset.path", "task.eval", "valid_dataset.split"),
+    none("^train_dataset.split ^valid_dataset.split", A_PART),
     same("^train_dataset.batch_size", "rollout.rollout_batch_size", "prompts, which are groups"),
     same("^train_dataset.max_length", "rollout.prompt_length", "longer prompts are left out there"),
     none("^train_dataset.* ^valid_dataset.*", DATA_FILES),

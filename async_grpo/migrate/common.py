@@ -26,6 +26,7 @@ from async_grpo.migrate.rules import (
 from async_grpo.migrate.source import Source
 
 LAYOUT_OF_OTHERS = "how memory is laid out there; here `learner.zero_stage` and `learner.deepspeed`"
+A_PART = "a part of `task.train` and `task.eval`, behind the name and its configuration"
 DATA_FILES = "how rows are read; a task knows its own (docs/tasks.md)"
 SUMMED = (
     "in the reward of every token; estimators that compare groups sum it up before their baseline "
@@ -38,8 +39,10 @@ _CONFIGURED = {"openai/gsm8k": "openai/gsm8k:main"}
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 
 
-def data(keys: str, ours: str) -> KeyRule:
-    """Take a data set that can be read here: a JSONL file, or a name on the hub."""
+def data(keys: str, ours: str, split: str = "", usual: str = "") -> KeyRule:
+    """Take a data set that can be read here: a JSONL file, or a name on the hub. split: keys of its
+    split there, one of which may be given; usual: the split that is taken there by default.
+    """
 
     def change(value: Any) -> str:
         parts = value if isinstance(value, list) else [value]
@@ -52,7 +55,15 @@ def data(keys: str, ours: str) -> KeyRule:
             "rows are read from JSONL files and from data sets of the hub here (docs/tasks.md)"
         )
 
-    return to(keys, ours, change)
+    def convert(value: Any, source: Source) -> Meant:
+        name = to(keys, ours, change).convert(value, source).values[ours]
+        part = next((source.find(key) for key in split.split() if source.has(key)), usual)
+        own = "test" if ours == "task.eval" else "train"
+        if part and part != own and not name.endswith(_ROWS) and name.count(":") < 2:
+            name = f"{name}:{part}" if ":" in name else f"{name}:default:{part}"
+        return Meant({ours: name})
+
+    return KeyRule(keys, convert, ours)
 
 
 def file_name(keys: str) -> KeyRule:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from async_grpo.migrate.common import (
+    A_PART,
     DATA_FILES,
     PROCESSES,
     SUMMED,
@@ -276,16 +277,17 @@ _RULES = (
     none("reward_pretrain remote_rm_url agent_func_path reward.remote_url "
          "reward.model_name_or_path", "rewards come from the task's `score` (docs/tasks.md)"),
     none("reward_num_* ref_num_* ref_reward_offload", PROCESSES),
-    data("prompt_data data.prompt_dataset", "task.train"),
+    data("prompt_data data.prompt_dataset", "task.train", "prompt_split data.prompt_split"),
     by("data.max_len", _row),
     # ---- evaluation, whose options have the names of those of rollouts
-    data("eval_dataset eval.dataset", "task.eval"),
+    none("prompt_split data.prompt_split eval_split eval.split", A_PART),
+    data("eval_dataset eval.dataset", "task.eval", "eval_split eval.split", "train"),
     every("eval_steps eval.steps", "evaluation.every_steps"),
     same("eval_n_samples_per_prompt eval.n_samples_per_prompt", "evaluation.n"),
     same("eval_temperature eval.temperature", "evaluation.temperature"),
     none("eval.*", DATA_FILES),
-    none("input_key label_key output_key apply_chat_template input_template prompt_split "
-         "prompt_data_probs eval_split max_samples train_split data.*", DATA_FILES),
+    none("input_key label_key output_key apply_chat_template input_template "
+         "prompt_data_probs max_samples train_split data.*", DATA_FILES),
     # ---- batch
     same("rollout_batch_size rollout.batch_size", "rollout.rollout_batch_size",
          "prompts, which are groups"),
