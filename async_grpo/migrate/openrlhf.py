@@ -400,7 +400,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "rollout.response_length", response, own
     yield "learner.schedule", "cosine", f"{own}: it falls to a tenth there, to 0 here"
     yield "learner.zero_stage", 2, own
-    yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
+    if not source.has("advantage_estimator", "advantage.estimator"):
+        yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
     yield "algorithm.advantage_clip", 10.0, f"{own}: reward_clip_range"
     yield "learner.ppo_mini_batch_size", groups_of(128, size), f"{own}: 128 responses"
     if not source.has("init_kl_coef", "kl.init_coef"):

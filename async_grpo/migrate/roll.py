@@ -284,6 +284,7 @@ def _corrected(value: Any, source: Source) -> Meant:
 
 _RULES = (
     answered("^critic.* ^critic"),
+    none("^value_clip ^critic_warmup", "there is no critic here"),
     file_name("^exp_name"),
     same("^seed", "seed"),
     directory("^output_dir"),
@@ -382,6 +383,8 @@ _RULES = (
     by("actor_infer.device_mapping", _layout),
     none("actor_infer.*", "an argument of the engine: see `cluster.engine.vllm`"),
     none("^reference.*", "the reference is the initial policy, or `model.reference`"),
+    none("^rewards.*.query_filter_config.*", "a filter of groups by their mean score, of one "
+         "domain: `replay.filter_groups`, with accuracy_low and accuracy_high, is of all"),
     none("^rewards.* ^reward.*", "write it as the `score` of a task (docs/tasks.md)"),
     data("validation.data_args.file_name", "task.eval"),
     same("validation.generating_args.temperature", "evaluation.temperature"),
@@ -411,7 +414,8 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     yield "learner.lr", 5e-5, own
     yield "learner.betas", [0.9, 0.999], own
     yield "learner.schedule", "linear", own
-    yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
+    if not source.has("adv_estimator"):
+        yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
     if str(source.find("add_token_level_kl")).lower() == "true":
         yield "algorithm.kl_ctrl.kl_coef", 0.2, own
     yield "algorithm.loss_agg_mode", "seq-mean-token-mean", own

@@ -515,7 +515,8 @@ _RULES = (
 def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
     """Say what verl does where a file says nothing, and we do not."""
     own = "verl's default"
-    yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
+    if not source.has("algorithm.adv_estimator"):
+        yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
     yield "rollout.group_size", 1, own
     streamed = source.number("actor.ppo_mini_batch_size", 256)
     yield "rollout.rollout_batch_size", int(streamed) if _streams(source) else 1024, own
