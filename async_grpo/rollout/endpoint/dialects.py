@@ -59,16 +59,6 @@ def passed(found: Body, names: Mapping[str, str]) -> Body:
     return {new: found[old] for old, new in names.items() if found.get(old) is not None}
 
 
-def listed(found: Body, name: str) -> list[Any]:
-    """Return a list of a body; an empty one where there is none. Raises RequestError."""
-    value = found.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise RequestError(400, f"`{name}` must be a list")
-    return value
-
-
 def text_of(content: Any, kinds: Sequence[str]) -> str:
     """Join text, or parts of text of these kinds. Raises RequestError."""
     if content is None or isinstance(content, str):

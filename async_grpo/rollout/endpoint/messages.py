@@ -88,6 +88,8 @@ _NO_MATTER: tuple[Any, ...] = (None, "", [], {}, False, {"type": "text"})
 DECIDED = (*FIXED, *_NEVER)
 """Fields of every interface that are refused, or the run's."""
 _LONGEST_LABEL = 64
+MOST_ENTRIES, MOST_TOOLS = 4_096, 1_024
+"""Of a list in a request, and of its tools: reading more would hold up all episodes of an actor."""
 
 
 class RequestError(Exception):
@@ -153,7 +155,7 @@ def parse(
     label = found.get("model")
     if not isinstance(label, str) or not 0 < len(label) <= _LONGEST_LABEL:
         raise RequestError(400, f"`model` must be a name of at most {_LONGEST_LABEL} characters")
-    messages = tuple(_message(one, at) for at, one in enumerate(_list(found, "messages")))
+    messages = tuple(_message(one, at) for at, one in enumerate(listed(found, "messages")))
     if not messages:
         raise RequestError(400, "`messages` is empty")
     if messages[-1]["role"] == "assistant":
@@ -199,12 +201,15 @@ def _digest(before: bytes, value: Any) -> bytes:
     return blake2b(before + text, digest_size=16).digest()
 
 
-def _list(found: Mapping[str, Any], name: str) -> list[Any]:
+def listed(found: Mapping[str, Any], name: str, most: int = MOST_ENTRIES) -> list[Any]:
+    """Return a list of a body; an empty one where there is none. Raises RequestError."""
     value = found.get(name)
     if value is None:
         return []
     if not isinstance(value, list):
         raise RequestError(400, f"`{name}` must be a list")
+    if len(value) > most:
+        raise RequestError(400, f"`{name}` has {len(value):,} entries; send at most {most:,}")
     return value
 
 
@@ -219,7 +224,7 @@ def _most_tokens(found: Mapping[str, Any]) -> int | None:
 
 
 def _tools(found: Mapping[str, Any]) -> list[Message]:
-    tools = _list(found, "tools")
+    tools = listed(found, "tools", MOST_TOOLS)
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -240,11 +245,8 @@ def _message(found: Any, at: int) -> Message:
         reasoning = found.get("reasoning_content") or found.get("reasoning")
         if reasoning:
             message["reasoning_content"] = _string(reasoning, f"message {at}: the reasoning")
-        calls = found.get("tool_calls")
-        if calls:
-            if not isinstance(calls, list):
-                raise RequestError(400, f"message {at}: `tool_calls` must be a list")
-            message["tool_calls"] = [_call(one, at) for one in calls]
+        if found.get("tool_calls"):
+            message["tool_calls"] = [_call(one, at) for one in listed(found, "tool_calls")]
     elif role == "tool":
         call = found.get("tool_call_id")
         if call is not None:

@@ -17,11 +17,10 @@ from async_grpo.rollout.endpoint.dialects import (
     event,
     extra,
     function,
-    listed,
     passed,
     text_of,
 )
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError
+from async_grpo.rollout.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
 
 _SAME = {
     "model": "model",
@@ -51,7 +50,7 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     return passed(found, _SAME) | {
         "messages": messages,
-        "tools": [_tool(tool) for tool in listed(found, "tools")],
+        "tools": [_tool(tool) for tool in listed(found, "tools", MOST_TOOLS)],
         "tool_choice": kind,
     }
 

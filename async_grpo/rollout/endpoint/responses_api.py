@@ -17,11 +17,10 @@ from async_grpo.rollout.endpoint.dialects import (
     event,
     extra,
     function,
-    listed,
     passed,
     text_of,
 )
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError
+from async_grpo.rollout.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
 
 _SAME = {
     "model": "model",
@@ -39,10 +38,10 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
     if found.get("instructions"):
         messages.insert(0, {"role": "system", "content": found["instructions"], "own": True})
     given = found.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list):
+    if not isinstance(given, (str, list)):
         raise RequestError(400, "`input` must be text or a list of items")
-    for item in items:
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else None
+    for item in said or listed(found, "input"):
         _add(messages, item)
     text, reasoning = found.get("text"), found.get("reasoning")
     text = text if isinstance(text, dict) else {"format": text}
@@ -51,7 +50,10 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
         passed(found, _SAME)
         | passed(text, {"format": "response_format"})
         | passed(reasoning, {"effort": "reasoning_effort"})
-        | {"messages": messages, "tools": [_tool(tool) for tool in listed(found, "tools")]}
+        | {
+            "messages": messages,
+            "tools": [_tool(tool) for tool in listed(found, "tools", MOST_TOOLS)],
+        }
     )
 
 

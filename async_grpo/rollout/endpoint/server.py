@@ -7,20 +7,22 @@ Runs in: rollout actors, on their event loop. Hides starlette and uvicorn, and t
     more than `endpoint.requests` open, or `endpoint.per_minute` in a minute -> 429
     /v1/work/... -> `work`, where episodes are played elsewhere
 
-Invariants: nothing of a request is logged; what a client does ends at most its own request; the
-answer to a client that went away is kept for when it asks again.
+Invariants: nothing of a request is logged; what a client does ends at most its own request; a
+request is open from its head to the end of its answer, also while its body comes; the answer to a
+client that went away is kept for when it asks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import secrets
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,14 +32,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.endpoint import replies
 from async_grpo.rollout.endpoint.dialects import CHAT, Dialect
-from async_grpo.rollout.endpoint.messages import RequestError, parse, read
+from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse, read
 from async_grpo.rollout.endpoint.messages_api import MESSAGES
 from async_grpo.rollout.endpoint.responses_api import RESPONSES
 from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
@@ -49,6 +51,8 @@ MINUTE_S = 60.0
 SENT_AGAIN = (408, 429)
 """Refusals of a request that is not known yet, after which SDKs send it again."""
 _T = TypeVar("_T")
+_Handler = Callable[[Request], Awaitable[Response]]
+_log = logging.getLogger(__name__)
 _OUTSIDE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
 """Addresses that are nobody's (RFC 5737, RFC 3849)."""
 HEAD_S = 30.0
@@ -58,6 +62,8 @@ HEAD_S = 30.0
 @dataclass(eq=False)
 class _Open:
     episode: ServedEpisode
+    requests: int = 0
+    """Those that are open."""
     came: deque[float] = field(default_factory=deque)
     """When its requests of the last minute came."""
     said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -89,18 +95,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Begin to listen. Raises OSError, TimeoutError."""
-        routes = [
-            Route(dialect.path, partial(self._answer, dialect), methods=["POST"])
-            for dialect in (CHAT, RESPONSES, MESSAGES)
-        ]
-        routes.append(Route("/v1/models", self._models, methods=["GET"]))
-        if self._work is not None:
-            routes += [
-                Route("/v1/work/lease", self._lease, methods=["POST"]),
-                Route("/v1/work/heartbeat", self._heartbeat, methods=["POST"]),
-                Route("/v1/work/result", self._result, methods=["POST"]),
-            ]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=self._routes())
         host, port = self._settings.host, self._settings.port
         name = self._settings.advertise or _reached_by(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -122,6 +117,39 @@ class Endpoint:
         if self._serving.done():
             self._serving.result()
         self.url = f"http://{name}:{listening.getsockname()[1]}/v1"
+
+    def _routes(self) -> list[Route]:
+        asked = [
+            Route(
+                dialect.path,
+                self._guarded(partial(self._answer, dialect), dialect),
+                methods=["POST"],
+            )
+            for dialect in (CHAT, RESPONSES, MESSAGES)
+        ]
+        asked.append(Route("/v1/models", self._guarded(self._models), methods=["GET"]))
+        if self._work is None:
+            return asked
+        work = {"lease": self._lease, "heartbeat": self._heartbeat, "result": self._result}
+        return asked + [
+            Route(f"/v1/work/{name}", self._guarded(answer), methods=["POST"])
+            for name, answer in work.items()
+        ]
+
+    def _guarded(self, answer: _Handler, dialect: Dialect = CHAT) -> _Handler:
+        """Answer what nobody has foreseen with 500. Only the error's type is logged: its text and
+        its traceback may say what was asked.
+        """
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except Exception as error:  # noqa: BLE001 - counted, and told to the client
+                kind = type(error).__name__
+                _log.error("the endpoint answered a request with 500: %s", kind)
+                return self._refused(RequestError(500, f"{kind} in the endpoint"), dialect)
+
+        return guarded
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -154,13 +182,9 @@ class Endpoint:
         found: _Open | None = None
         try:
             found = self._admitted(request)
-            self._limit(found)
-            body = await self._body(request)
-            asked = _asked(dialect, read(body), found.said)
-            wanted = parse(body, sampling=self._settings.sampling, retried=again, asked=asked)
-            if wanted.changed:
-                self._counts["requests_overridden"] += 1
-            reply = await self._while_connected(request, found.episode.answer(wanted))
+            with self._counted(found):
+                asked, wanted = await self._wanted(dialect, request, found, again)
+                reply = await self._while_connected(request, found.episode.answer(wanted))
         except RequestError as error:
             if found is not None and error.status in SENT_AGAIN and not again:
                 found.episode.note_refused()
@@ -174,17 +198,30 @@ class Endpoint:
         finally:
             if self._work is not None:
                 self._work.heard(_key(request))
-        self._counts["requests_answered"] += 1
         done = replies.completion(wanted, reply, str(reply.turn.number), self._words)
         whole = dialect.whole(done)
         if dialect is RESPONSES:
             found.said[whole["id"]] = [*asked["messages"], done["choices"][0]["message"]]
+        self._counts["requests_answered"] += 1
         read_it = BackgroundTask(_has, reply.turn)
-        if wanted.stream:
-            return StreamingResponse(
-                dialect.events(wanted, done), media_type="text/event-stream", background=read_it
-            )
+        if wanted.stream:  # whole by now, so that no error can come between its events
+            events = b"".join(dialect.events(wanted, done))
+            return Response(events, media_type="text/event-stream", background=read_it)
         return _json(whole, background=read_it)
+
+    async def _wanted(
+        self, dialect: Dialect, request: Request, found: _Open, again: bool
+    ) -> tuple[dict[str, Any], ChatRequest]:
+        """Read a request: as a chat request, and what it wants. Raises RequestError."""
+        body = await self._body(request)
+        try:
+            asked = _asked(dialect, read(body), found.said)
+            wanted = parse(body, sampling=self._settings.sampling, retried=again, asked=asked)
+        except RecursionError as error:
+            raise RequestError(400, "the request is nested too deeply") from error
+        if wanted.changed:
+            self._counts["requests_overridden"] += 1
+        return asked, wanted
 
     async def _lease(self, request: Request) -> Response:
         """Give an episode to a worker, or 204 where there is none in time."""
@@ -211,6 +248,7 @@ class Endpoint:
     async def _result(self, request: Request) -> Response:
         assert self._work is not None
         try:
+            self._work.beat(_key(request))  # before its body is read
             self._work.finish(_key(request), await self._body(request))
         except RequestError as error:
             return self._refused(error)
@@ -229,11 +267,21 @@ class Endpoint:
             self._work.heard(key)
         return found
 
+    @contextmanager
+    def _counted(self, found: _Open) -> Iterator[None]:
+        """Hold one of the places of an episode inside. Raises RequestError where there is none."""
+        self._limit(found)
+        found.requests += 1
+        try:
+            yield
+        finally:
+            found.requests -= 1
+
     def _limit(self, found: _Open) -> None:
         now, settings = time.monotonic(), self._settings
         while found.came and now - found.came[0] > MINUTE_S:
             found.came.popleft()
-        if found.episode.open >= settings.requests:
+        if found.requests >= settings.requests:
             raise RequestError(
                 429, f"{settings.requests} requests of this episode are open", code="rate_limit"
             )

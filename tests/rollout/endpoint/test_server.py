@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -251,6 +252,56 @@ async def test_what_a_reply_cannot_have_is_refused() -> None:
             assert f"`{name}` is not" in reply.json()["error"]["message"]
 
 
+async def test_bodies_that_are_nested_deeply_are_refused() -> None:
+    """Wherever the recursion ends: in the parser, in a digest, in the template."""
+    async with opened(Policy()) as one, httpx.AsyncClient() as client:
+        head, url = {"Authorization": f"Bearer {one.key}"}, one.endpoint.url + "/chat/completions"
+        for depth in (*range(840, 1_000), 3_000):
+            deep = b"[" * depth + b"]" * depth
+            tool = b'[{"type": "function", "function": {"name": "f", "parameters": %b}}]' % deep
+            body = body_of(tools="DEEP").replace(b'"DEEP"', tool)
+            reply = await client.post(url, content=body, headers=head, timeout=20)
+            assert reply.status_code in (200, 400), depth
+        assert one.episode.failure is None and not one.counts["requests_500"]
+
+
+async def test_long_lists_are_refused() -> None:
+    async with opened(Policy("one")) as one:
+        tool = {"type": "function", "function": {"name": "f"}}
+        for name, values in {"messages": ASK * 4_097, "tools": [tool] * 1_025}.items():
+            reply = await one.post(body_of(**{name: values}))
+            said = reply.json()["error"]["message"]
+            assert reply.status_code == 400 and f"`{name}` has {len(values):,} entries" in said
+        assert (await one.post(body_of(tools=[tool] * 1_024))).status_code == 200
+
+
+async def test_nothing_of_a_request_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
+    """Whether it is answered, refused, hostile, or met by an error that nobody has foreseen."""
+    caplog.set_level(logging.DEBUG)
+    said = [{"role": "user", "content": "a secret?"}]
+    async with opened(Policy()) as one:
+        assert (await one.post(body_of(messages=said))).status_code == 200
+        assert (await one.post(body_of(messages=said, stop="secret"))).status_code == 400
+        assert (await one.post(b"secret" * 9)).status_code == 400
+        assert (await one.post(key="secret")).status_code == 401
+
+        def fails(*_: object) -> None:
+            raise ValueError("what a secret")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("async_grpo.rollout.endpoint.replies.completion", fails)
+            reply = await one.post(body_of(messages=said))
+        assert reply.status_code == 500 and "ValueError" in reply.json()["error"]["message"]
+        assert one.counts["requests_500"] == 1
+        assert (await one.post(body_of(messages=said, user="other"))).status_code == 200
+    assert one.counts["requests_answered"] == len(one.episode.episode.session.rows) == 2
+    written = caplog.text + "".join(capfd.readouterr())
+    assert "answered a request with 500: ValueError" in written
+    assert "secret" not in written and one.key not in written
+
+
 async def test_a_body_without_an_end_is_cut_off() -> None:
     async with opened(Policy("one"), body_mb=0.25) as one:
 
@@ -288,6 +339,26 @@ async def test_floods_are_refused_and_others_are_served() -> None:
         assert {reply.status_code for reply in await asyncio.gather(*held)} == {200}
         codes = [(await one.post()).status_code for _ in range(12)]
         assert codes == [200] * 9 + [429] * 3
+
+
+async def test_a_body_that_is_still_to_come_holds_a_place() -> None:
+    """So that bodies that never end take the memory of `endpoint.requests` bodies."""
+    async with opened(Policy(), requests=2) as one, AsyncExitStack() as slow:
+        host, port = one.endpoint.url.split("//")[1].split("/")[0].split(":")
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n"
+            "Content-Length: 900000\r\n\r\n{"
+        )
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+            slow.callback(writer.close)
+            writer.write(head.encode())
+        while (await one.post()).status_code != 429:
+            await asyncio.sleep(0.01)
+        assert one.episode.open == 0
+        await slow.aclose()
+        while (await one.post()).status_code != 200:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_client_that_never_reads_harms_nobody() -> None:

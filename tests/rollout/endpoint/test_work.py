@@ -180,6 +180,20 @@ def test_an_episode_that_no_worker_asks_for_fails() -> None:
     run(Saying("a1"), external(wait_s=0.2), scenario)
 
 
+def test_a_result_without_a_key_is_refused_before_it_is_read() -> None:
+    async def scenario(actor: Actor) -> None:
+        host, port = actor.endpoint.url.split("//")[1].split("/")[0].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/work/result HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
+            b"Content-Length: 900000\r\n\r\n{"
+        )
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+    run(Saying(), external(), scenario)
+
+
 @pytest.mark.parametrize("on_timeout", ["score_zero", "fail_group"])
 def test_a_worker_that_takes_too_long(on_timeout: str) -> None:
     async def scenario(actor: Actor) -> None:
