@@ -292,6 +292,7 @@ def _greedy(value: Any, source: Source) -> Meant:
 _RULES = (
     answered("^critic.* ^critic"),
     none("^ref.* ^teacher.*", "the reference is the initial policy, or `model.reference`"),
+    none("^config", "the file that it names is not read: AReaL's defaults are taken"),
     experiment("^experiment_name"),
     file_name("^trial_name"),
     by("^cluster.fileroot", lambda value, source: Meant(

@@ -25,8 +25,11 @@ _ALONE = re.compile(r"-[A-Za-z]\w*|\$\{[@*]\}")
 """A short option, or what the script itself is given: no value of the option in front of it."""
 _MOST = 10_000
 """Words beyond which a command is no configuration."""
-_PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "nnodes")
+_PROCESSES = ("num_processes", "nproc_per_node", "nnodes")
 """Options of accelerate and torchrun that sizes per process are multiplied by."""
+_STARTED = re.compile(r"\w+(\.\w+)+|.*\.py")
+"""A module or a script, and no name in the command of something else."""
+_OTHER = "it has no more options than the one that is read; give it a file of its own"
 _BESIDE = "beside the options"
 """Stands for the key of a word that has none."""
 
@@ -39,17 +42,6 @@ class CommandLine:
     options: list[tuple[str, Any]] = field(default_factory=list)
     left: list[tuple[str, Any, str]] = field(default_factory=list)
 
-    def delete(self, key: str, word: str) -> None:
-        """Take out what hydra deletes: a key, or all keys of a section."""
-        kept = []
-        for name, value in self.options:
-            if name == key or name.startswith(f"{key}."):
-                self.left.append((name, value, f"deleted further on, by {word}"))
-            else:
-                kept.append((name, value))
-        self.options = kept
-        self.left.append((key, word, "deleted there, so it counts as not given"))
-
 
 def looks_like_a_command(text: str) -> bool:
     """Whether the text is a script or a command line, and no YAML."""
@@ -60,13 +52,15 @@ def looks_like_a_command(text: str) -> bool:
 
 def command_line_of(text: str) -> CommandLine:
     """Return the command of a script that trains. Raises SetupError."""
-    script, best = ShellScript(text), CommandLine()
+    script, best, others = ShellScript(text), CommandLine(), list[CommandLine]()
     for words in script.commands():
         if len(words) > _MOST:
             raise SetupError(f"A command of {len(words):,} words is no configuration.")
         found = _read(words)
         if (bool(found.program), len(found.options)) > (bool(best.program), len(best.options)):
-            best = found
+            best, found = found, best
+        others += [found] if _STARTED.fullmatch(found.program) and found.options else []
+    best.left += [("another command", one.program, _OTHER) for one in others]
     best.left += script.conditional()
     return best
 
@@ -101,7 +95,7 @@ def _program(words: list[str]) -> int:
     named = [at for at in places if _trains(words[at])]
     modules = [at for at in places if at and words[at - 1] == "-m"]
     scripts = [at for at in places if words[at].endswith(".py") and "=" not in words[at]]
-    started = [at for at in named if at in modules or at in scripts]
+    started = [at for at in named if words[at].endswith(".py") or words[at - 1] == "-m"]
     return next(iter([*started, *named, *modules, *scripts]), 0)
 
 
@@ -112,7 +106,7 @@ def _trains(word: str) -> bool:
 
 def _take(words: list[str], found: CommandLine) -> None:
     """Pair options with their values: `--key value`, `--key=value`, `--switch`, `key=value`."""
-    option, values = "", list[str]()
+    option, values, given = "", list[str](), list[tuple[str, Any, str]]()
     for word in [*_without_redirections(words), "--"]:
         wanted = bool(option) and not values
         override = None if wanted else _OVERRIDE.fullmatch(word)
@@ -122,19 +116,39 @@ def _take(words: list[str], found: CommandLine) -> None:
             values.append(word)
             continue
         if option:
-            found.options.append((option, _value(values)))
+            given.append((option, _value(values), ""))
         else:
             found.left += map(_unread, values)
         option, values = "", []
         if override is not None:
-            found.options.append((override[1], _value([override[2]])))
+            given.append((override[1], _value([override[2]]), ""))
         elif deletion is not None:
-            found.delete(deletion[1], word)
+            given.append((deletion[1], word, word))
         elif alone is not None:
             found.left.append(_unread(word))
         else:
             option, equals, value = word[2:].partition("=")
-            values = [value] if equals else []
+            option, values = option.replace("-", "_"), [value] if equals else []
+    _delete(given, found)
+
+
+def _delete(given: list[tuple[str, Any, str]], found: CommandLine) -> None:
+    """Take in the options that hydra does not delete further on: a key, or all of a section."""
+    later: dict[str, str] = {}
+    options, left = list[tuple[str, Any]](), list[tuple[str, Any, str]]()
+    for key, value, word in reversed(given):
+        section = key if later else ""
+        while section and section not in later:
+            section = section.rpartition(".")[0]
+        if word:
+            left.append((key, value, "deleted there, so it counts as not given"))
+            later[key] = word
+        elif section:
+            left.append((key, value, f"deleted further on, by {later[section]}"))
+        else:
+            options.append((key, value))
+    found.options += reversed(options)
+    found.left += reversed(left)
 
 
 def _without_redirections(words: list[str]) -> Iterator[str]:

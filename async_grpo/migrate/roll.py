@@ -389,7 +389,8 @@ _RULES = (
     data("validation.data_args.file_name", "task.eval"),
     same("validation.generating_args.temperature", "evaluation.temperature"),
     none("validation.*", "evaluations here are greedy, and `evaluation.n` sampled"),
-    none("^defaults*", "the files that it includes are not read: ROLL's defaults are taken"),
+    none("^defaults* ^config_name ^config_path", "the files that it names are not read: ROLL's "
+         "defaults are taken"),
     none("^num_gpus_per_node ^rpc_timeout ^system_envs.* ^model_update_buffer_size_mb", PROCESSES),
     none("^hydra.* ^pipeline_cls ^profiler_* ^enable_* ^tracing.*", "of the program"),
 )  # fmt: skip

@@ -49,8 +49,8 @@ _ASYNC = ("max_staleness", "max_inflight_tasks", "queue_maxsize", "weight_sync_s
 
 def _processes(source: Source) -> float:
     """Count the processes of accelerate, or torchrun, that train."""
-    each = max(source.number("nproc_per_node", 1), source.number("nproc-per-node", 1))
-    return source.number("num_processes", each * source.number("nnodes", 1))
+    of_nodes = source.number("nproc_per_node", 1) * source.number("nnodes", 1)
+    return source.number("num_processes", of_nodes)
 
 
 def _sizes(source: Source) -> tuple[int, int]:
@@ -321,6 +321,7 @@ _RULES = (
     none("^data_seed", "the order of problems is that of `seed`"),
     by("^max_steps", _steps),
     by("^num_train_epochs", _epochs),
+    none("^config", "the file that it names is not read: TRL's defaults are taken"),
     # ---- model
     same("^model_name_or_path"),
     words("^torch_dtype ^dtype", "model.dtype", {
@@ -349,7 +350,7 @@ _RULES = (
     same("^num_generations"),
     by("^per_device_train_batch_size", _rows),
     by("^gradient_accumulation_steps ^steps_per_generation ^generation_batch_size", _counted),
-    none("^num_processes ^nproc_per_node ^nproc-per-node ^nnodes",
+    none("^num_processes ^nproc_per_node ^nnodes",
          "`learner.ranks`, and what groups are counted over"),
     none("^per_device_eval_batch_size ^num_generations_eval", "engines take what fits"),
     same("^max_prompt_length"),

@@ -506,7 +506,7 @@ _RULES = (
     none("*.fsdp_config.* *.megatron.* hybrid_engine", LAYOUT_OF_OTHERS),
     none("^ray_kwargs.* ^ray_init.* ^global_profiler.* *.profiler.* ^transfer_queue.*",
          "how verl starts and measures its processes"),
-    none("^config-name ^config-path ^defaults*", "the files that it names are not read: verl's "
+    none("^config_name ^config_path ^defaults*", "the files that it names are not read: verl's "
          "defaults are taken"),
     none("^hydra.*", "of the program"),
 )  # fmt: skip

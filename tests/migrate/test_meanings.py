@@ -167,7 +167,7 @@ BARE = {
          {"algorithm.anchor": "behavior", "algorithm.importance.level": "none",
           "replay.max_staleness": 3}),
         ("trl", {"num_processes": 4}, {"rollout.rollout_batch_size": 32}),
-        ("trl", {"nproc-per-node": 4, "nnodes": 2}, {"rollout.rollout_batch_size": 64}),
+        ("trl", {"nproc_per_node": 4, "nnodes": 2}, {"rollout.rollout_batch_size": 64}),
         ("openrlhf", {"async_queue_size": 4}, {"replay.max_staleness": 0}),
         ("openrlhf", {}, {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": 0.01}),
         ("openrlhf", {"is_correction_enable": True, "is_correction_type": "seq-mask-tis",

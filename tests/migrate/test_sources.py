@@ -183,6 +183,7 @@ def test_command_lines_are_read(script: str, program: str, options: list[Any]) -
 
 
 LEFT = "what this word means there is not known"
+OTHER = "it has no more options than the one that is read; give it a file of its own"
 TAKEN = "set under a condition, which is taken to hold"
 
 
@@ -200,10 +201,14 @@ TAKEN = "set under a condition, which is taken to hold"
         ("accelerate launch --config_file a.yaml --num_processes 8 train_grpo.py --n 8 --r f.py",
          [("num_processes", 8), ("n", 8), ("r", "f.py")],
          [("config_file", "a.yaml", "an option of what launches the program")]),
-        ("X=1 torchrun --nproc_per_node=4 -m verl.main x.a=1", [("nproc_per_node", 4), ("x.a", 1)],
+        ("X=1 torchrun --nproc-per-node=4 -m verl.main x.a=1", [("nproc_per_node", 4), ("x.a", 1)],
          []),
+        ("git clone a/verl --d; verl.first x.a=1; verl.second x.b=2 x.c=3; verl.third --dry-run",
+         [("x.b", 2), ("x.c", 3)],
+         [("another command", "verl.first", OTHER), ("another command", "verl.third", OTHER)]),
+        ("verl.main --max-steps 3", [("max_steps", 3)], []),
         ("eval \"python3 -m verl.main x.a=1\"; bash -lc 'verl.main x.a=1 x.b=2' > log.txt 2>&1",
-         [("x.a", 1), ("x.b", 2)], []),
+         [("x.a", 1), ("x.b", 2)], [("another command", "verl.main", OTHER)]),
         ("if [ $1 ]; then N=4; else\n N=8\nfi\nverl.main x.n=$N", [("x.n", 8)],
          [("N", "8", f"{TAKEN}; of 4, 8, the last is taken")]),
         ("A=(x.a=1)\nB=2\n[ $1 ] && A+=(x.b=$B)\nif x; then O=3; fi\nverl.main ${A[@]} x.c=1",
@@ -217,9 +222,9 @@ TAKEN = "set under a condition, which is taken to hold"
          [("beside the options", word, LEFT) for word in ("one", "two", "${@}", "-v")]),
         ("verl.main x.a=1 x.s.b=2 x.s.c=3 ~x.s ~x.a=1 ~x.d x.s.b=4 --p ~user",
          [("x.s.b", 4), ("p", "~user")],
-         [("x.s.b", 2, "deleted further on, by ~x.s"), ("x.s.c", 3, "deleted further on, by ~x.s"),
+         [("x.a", 1, "deleted further on, by ~x.a=1"),
+          ("x.s.b", 2, "deleted further on, by ~x.s"), ("x.s.c", 3, "deleted further on, by ~x.s"),
           ("x.s", "~x.s", "deleted there, so it counts as not given"),
-          ("x.a", 1, "deleted further on, by ~x.a=1"),
           ("x.a", "~x.a=1", "deleted there, so it counts as not given"),
           ("x.d", "~x.d", "deleted there, so it counts as not given")]),
     ],
@@ -261,6 +266,8 @@ def test_what_a_script_says_apart_from_its_command_is_in_the_file(
         "x=(a b)\n" + 'x+=(${x[@]} "${x[@]}")\n' * 2_000 + "verl.main a=${x[*]}",
         "x=(a b)\n" + 'eval "verl.main a=${x[*]}"; x+=b\n' * 5_000,
         "verl.main " + "a=$b " * 9_000,
+        ("verl.main " * 9_999 + "\n") * 5,
+        ("verl.main " + "a.b=1 " * 4_000 + "~c " * 4_000 + "\n") * 5,
         "x=" + "a=$b x+=$x " * 20_000,
     ],
 )
