@@ -4,20 +4,29 @@
 
 For example, with a container per episode:
 
-    ... -- docker run --rm -i --network host -e OPENAI_BASE_URL -e OPENAI_API_KEY my-agent
+    ... -- sh examples/workers/container.sh my-agent
 
 A command finds what a program of task `program` finds: the problem as JSON on standard input, the
-policy as OPENAI_BASE_URL and OPENAI_API_KEY; the last line that it prints is what it was worth. It
-does not get the key that says so.
+policy as OPENAI_BASE_URL and OPENAI_API_KEY; the last line that it prints, shorter than 64 KiB, is
+what it was worth. It does not get the key that says so.
+
+A command and what it started, as long as that stays in its process group, end with the episode and
+with this worker: by SIGTERM, and after `--grace` seconds by SIGKILL. Where the worker is killed
+itself, Linux sends SIGTERM to the command alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import http.client
 import json
 import os
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,9 +34,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-WAIT_S, PAUSE_S = 20, 1.0
+WAIT_S, PAUSE_S, KEPT = 20, 1.0, 64 * 1024
 AWAY = (OSError, http.client.HTTPException)
 """What it looks like when an actor is gone, or busy."""
+RUNNING: set[subprocess.Popen] = set()
+STARTING, STOPPING = threading.Lock(), threading.Event()
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 
 def post(url: str, key: str, body: dict, timeout_s: float = 60) -> dict | None:
@@ -40,46 +53,76 @@ def post(url: str, key: str, body: dict, timeout_s: float = 60) -> dict | None:
     return json.loads(found) if found else None
 
 
-def result_of(work: dict, command: list[str]) -> dict:
+def end_with_worker() -> None:
+    """Have this process, a command to be, sent SIGTERM when the worker is gone."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def end(grace_s: float, *processes: subprocess.Popen) -> None:
+    """End commands and what they started: by SIGTERM, then what is left of them by SIGKILL."""
+    deadline = time.monotonic() + grace_s
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+
+
+def result_of(work: dict, command: list[str], grace_s: float) -> dict:
     """Run the command for an episode, and say that it goes on as long as it does."""
     url, key = work["base_url"], work["work_key"]
     variables = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": work["api_key"]}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, env=variables, text=True, errors="replace"
-    )
-    ended = threading.Event()
+    with tempfile.TemporaryFile() as out:
+        with STARTING:
+            if STOPPING.is_set():
+                return {"failure": "its worker is being ended"}
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                env=variables,
+                start_new_session=True,
+                preexec_fn=end_with_worker,
+            )
+            RUNNING.add(process)
+        ended = threading.Event()
 
-    def beat() -> None:
-        while not ended.wait(work["lease_s"] / 3):
-            try:
-                post(url + "/work/heartbeat", key, {})
-            except urllib.error.HTTPError as error:
-                if error.code == 401:  # the episode has ended there
-                    process.kill()
-                    return
-            except AWAY:
-                continue  # the next one may arrive
+        def beat() -> None:
+            while not ended.wait(work["lease_s"] / 3):
+                try:
+                    post(url + "/work/heartbeat", key, {})
+                except urllib.error.HTTPError as error:
+                    if error.code == 401:  # the episode has ended there
+                        end(grace_s, process)
+                        return
+                except AWAY:
+                    continue  # the next one may arrive
 
-    threading.Thread(target=beat, daemon=True).start()
-    try:
-        out, _ = process.communicate(json.dumps(work["problem"]))
-    finally:
-        ended.set()
-        process.kill()
+        threading.Thread(target=beat, daemon=True).start()
+        try:
+            process.communicate(json.dumps(work["problem"]).encode())
+        finally:
+            ended.set()
+            end(grace_s, process)
+            RUNNING.discard(process)
+        out.seek(-min(KEPT, out.seek(0, os.SEEK_END)), os.SEEK_END)
+        lines = out.read().rstrip().splitlines()
     if process.returncode != 0:
         return {"failure": f"exit status {process.returncode}"}
     try:
-        found = json.loads(out.strip().splitlines()[-1])
+        found = json.loads(lines[-1].decode(errors="replace"))
     except (IndexError, ValueError):
-        return {"failure": "no result in the last line"}
+        return {"failure": f"no result of less than {KEPT} bytes in the last line"}
     return found if isinstance(found, dict) else {"failure": "a last line that is no result"}
 
 
-def play(work: dict, command: list[str]) -> None:
+def play(work: dict, command: list[str], grace_s: float) -> None:
     """Play one episode and say what it was worth, or why it failed."""
     try:
-        result = result_of(work, command)
+        result = result_of(work, command, grace_s)
     except Exception as error:  # noqa: BLE001 - a slot goes on whatever happens to an episode
         traceback.print_exc()
         result = {"failure": f"{type(error).__name__}: {error}"}
@@ -95,9 +138,9 @@ def play(work: dict, command: list[str]) -> None:
         print(f"not told: {error}", flush=True)
 
 
-def serve(directory: Path, number: int, command: list[str]) -> None:
-    """Ask one actor after the other for work, as long as the run has some."""
-    while True:
+def serve(directory: Path, number: int, command: list[str], grace_s: float) -> None:
+    """Ask one actor after the other for work, until the worker is ended."""
+    while not STOPPING.is_set():
         actors = sorted(directory.glob("*.json"))
         if not actors:
             time.sleep(PAUSE_S)
@@ -111,7 +154,7 @@ def serve(directory: Path, number: int, command: list[str]) -> None:
                 continue
             if work is not None:
                 try:
-                    play(work, command)
+                    play(work, command, grace_s)
                 except AWAY:
                     traceback.print_exc()
                 break
@@ -124,12 +167,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--slots", type=int, default=8, help="episodes at the same time")
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds from SIGTERM to SIGKILL")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
     for number in range(given.slots):
-        work = (given.run_dir / "workers", number, given.command)
+        work = (given.run_dir / "workers", number, given.command, given.grace)
         threading.Thread(target=serve, args=work, daemon=True).start()
-    threading.Event().wait()
+    try:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, lambda number, _: sys.exit(128 + number))
+        threading.Event().wait()
+    finally:
+        with STARTING:
+            STOPPING.set()
+        end(given.grace, *RUNNING)
 
 
 if __name__ == "__main__":
