@@ -21,7 +21,9 @@ _MOST = 200_000
 _SHOWN = 5
 """Values of a variable, or elements of an array, that a reason names."""
 _BRACED = r"\$\{(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500}\}"
-_VALUES = r"\$\(\([^\n]{0,500}?\)\)|\$\([^()\n]{0,500}\)|" + _BRACED + r"|\$(?:\w+|[@*#?!$])"
+_NESTED = r"\((?:[^()\n]|\([^()\n]{0,200}\)){0,200}\)"
+_SUM = r"\$\(\((?:[^()\n]|" + _NESTED + r"){0,500}\)\)"
+_VALUES = _SUM + r"|\$\([^()\n]{0,500}\)|" + _BRACED + r"|\$(?:\w+|[@*#?!$])"
 """What a shell puts a value in the place of."""
 _COMMANDS = r"`[^`\n]{0,500}`"
 _PIECES = re.compile(
@@ -36,6 +38,7 @@ _WORD = re.compile(r"(?:" + _BRACED + r"|\S)+")
 _ELEMENTS = re.compile(r"\$\{(\w+)\[@\]\}")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\$\{(\w+)(?:\[([@*]|\d{1,4})\])?(?::?[-=](.*))?\}", re.DOTALL)
+_INTEGERS = re.compile(r"[\d\s()+*/%-]+")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 _INSIDE = ("then", "else", "do")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -274,6 +277,8 @@ class ShellScript:
 
 
 def _calculated(text: str) -> int | None:
+    if not _INTEGERS.fullmatch(text):
+        return None
     try:
         return _number(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):

@@ -173,8 +173,8 @@ def test_a_reference_that_grows_without_end_is_left() -> None:
          "verl.main", [("a", 4), ("b", "4/${C}"), ("c", "${d.e}"), ("d", ["x", "y"])]),
         ("# --x 1\nls --all; ray job submit --addr y -- python3 -m verl.main a=1 | tee --append z",
          "verl.main", [("a", 1)]),
-        ("verl.main a=$(date +%s) b=`date` c=$1", "verl.main",
-         [("a", "${date +%s}"), ("b", "${date}"), ("c", "${1}")]),
+        ("verl.main a=$(date +%s) b=`date` c=$1 d=$((4else)) e=$((8 / (1 + 3)))", "verl.main",
+         [("a", "${date +%s}"), ("b", "${date}"), ("c", "${1}"), ("d", "${4else}"), ("e", 2)]),
     ],
 )  # fmt: skip
 def test_command_lines_are_read(script: str, program: str, options: list[Any]) -> None:
