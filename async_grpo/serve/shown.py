@@ -4,7 +4,9 @@ Runs in: `python -m async_grpo.serve`. Hides nothing of the tokens: the lines cu
 record has them all; a log-prob per sampled token, versions as spans of these.
 
     row 0 begins with the prompt [3 tokens]; then per segment: context (mask 0) or sampled (mask 1)
-    row 1 begins anew, and why: branch, edited, shortened, reasoning, calls, template
+    row 1 begins anew, and why (`rollout.endpoint.forks`, or template), behind a turn of which row
+
+Each row has the label (`model`) under which its turns were asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import SessionRow
 from async_grpo.runtime.text import counted, shortened
@@ -38,15 +40,19 @@ class Shown:
         return self.served.episode
 
     @property
-    def begun(self) -> dict[int, str]:
-        """Why each row with something to train began, by its number in the session; "" for the
-        first one of a conversation.
-        """
-        found: dict[int, str] = {}
+    def begun(self) -> dict[int, ServedTurn]:
+        """The first turn of each row with something to train, by its number in the session."""
+        found: dict[int, ServedTurn] = {}
         for turn in self.served.turns:
             if self.episode.session.row(turn.row).segments:
-                found.setdefault(turn.row, turn.forked)
+                found.setdefault(turn.row, turn)
         return found
+
+    def behind(self, turn: ServedTurn) -> int | None:
+        """Return the row, as it is shown, from whose turn a turn goes on; None for none."""
+        if turn.parent is None:
+            return None
+        return [*self.begun].index(self.served.turns[turn.parent].row)
 
     @property
     def unread(self) -> int:
@@ -65,8 +71,9 @@ class Shown:
             "verdict": episode.verdict,
             "metrics": dict(episode.metrics),
             "rows": [
-                _record(episode.session.row(number), why, words)
-                for number, why in self.begun.items()
+                _record(episode.session.row(number), words)
+                | {"begun": turn.forked, "label": turn.label, "behind_row": self.behind(turn)}
+                for number, turn in self.begun.items()
             ],
             "unread_turns": self.unread,
         }
@@ -89,9 +96,11 @@ class Shown:
         )
         if self.unread:
             yield f"  {counted(self.unread, 'turn')} more that nobody read: not trained"
-        for at, (number, why) in enumerate(begun.items()):
-            row = episode.session.row(number)
-            yield f"  row {at}" + (f", anew: {why}" if why else "")
+        for at, (number, turn) in enumerate(begun.items()):
+            row, behind = episode.session.row(number), self.behind(turn)
+            why = f", anew: {turn.forked}" if turn.forked else ""
+            where = "" if behind is None else f" behind row {behind}"
+            yield f"  row {at}{why}{where}, of {turn.label!r}"
             yield _line("prompt", row.prompt, words)
             for kind, ids in _segments(row):
                 yield _line(kind, ids, words)
@@ -113,11 +122,10 @@ def _line(kind: str, ids: Sequence[int], words: Words) -> str:
     return f"    {kind:<8}{len(ids):>6} tokens  mask {int(kind == 'sampled')}  {text}  [{first}]"
 
 
-def _record(row: SessionRow, why: str, words: Words) -> dict[str, Any]:
+def _record(row: SessionRow, words: Words) -> dict[str, Any]:
     mask = [int(kind == "sampled") for kind, ids in _segments(row) for _ in ids]
     ids = row.response_ids.tolist()
     return {
-        "begun": why,
         "prompt_ids": row.prompt,
         "response_ids": ids,
         "mask": mask,

@@ -78,7 +78,7 @@ def test_an_episode_by_hand_ends_with_a_line_and_all_with_a_signal(tmp_path: Pat
     assert process.wait(60) == 0
     shown = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [len(one["rows"]) for one in shown] == [2, 1]
-    assert [row["begun"] for row in shown[0]["rows"]] == ["", "edited"]
+    assert [row["begun"] for row in shown[0]["rows"]] == ["", "shortened"]
     assert "1+1=" in shown[0]["rows"][0]["text"] and "+2=" in shown[0]["rows"][0]["text"]
 
 

@@ -86,3 +86,37 @@ def test_an_episode_in_which_nobody_asked_has_no_rows() -> None:
     shown = Shown(1, served(Policy()), 0.1)
     assert "0 turns in 0 rows" in "\n".join(shown.lines(text))
     assert shown.record(text)["rows"] == []
+
+
+def test_rows_are_shown_with_their_label_and_the_row_that_they_come_from() -> None:
+    episode = served(Policy("one", "two", "three", "four"))
+
+    async def scenario() -> None:
+        async def say(label: str, *said: str) -> None:
+            roles = ("user", "assistant")
+            messages = [
+                {"role": roles[at % 2], "content": content} for at, content in enumerate(said)
+            ]
+            body = json.dumps({"model": label, "messages": messages}).encode()
+            reply = await episode.answer(parse(body, sampling="ignore"))
+            reply.turn.note_read()
+
+        await say("solver", "a?")
+        await say("judge", "b?")
+        await say("judge", "b?", "two", "c?")
+        await say("judge", "b?", "two", "d?")
+        await episode.close()
+
+    asyncio.run(scenario())
+    shown = Shown(1, episode, 1.0)
+    assert [line for line in shown.lines(text) if line.startswith("  row")] == [
+        "  row 0, of 'solver'",
+        "  row 1, of 'judge'",
+        "  row 2, anew: branch behind row 1, of 'judge'",
+    ]
+    rows = shown.record(text)["rows"]
+    assert [(row["label"], row["behind_row"]) for row in rows] == [
+        ("solver", None),
+        ("judge", None),
+        ("judge", 1),
+    ]

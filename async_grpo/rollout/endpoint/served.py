@@ -7,6 +7,7 @@ Runs in: rollout actors. Hides the tree of what was said:
         behind it, where something else stands already      -> a row that begins with its tokens
         no turn of ours, or a suffix that cannot be proven  -> a row that begins with a new prompt
 
+The `model` that a client asks for is a label: what one label was given is no beginning for another.
 A row that begins with tokens of another one has them as its prompt, so that each sampled token is
 trained once. A turn that its client never read (it went away) belongs to no row in the end.
 
@@ -28,6 +29,7 @@ from typing import Any
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import ChatFormat, Message, Said
+from async_grpo.rollout.endpoint.forks import KnownConversation, why
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, after, said
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, turn_room
@@ -40,7 +42,8 @@ USED_UP = "context_length_exceeded"
 @dataclass(eq=False)
 class ServedTurn:
     """A turn of ours: its number; where it stands in its row, and how it was understood; why it
-    began a row, "" where it did not, or was the first; who asked; whether a client has it.
+    began a row, "" where it did not, or was the first of its conversation; who asked; the number of
+    the turn behind which it was asked; whether a client has it.
     """
 
     number: int
@@ -50,6 +53,7 @@ class ServedTurn:
     said: Said
     forked: str = ""
     label: str = ""
+    parent: int | None = None
     read: bool = False
 
     def note_read(self) -> None:
@@ -88,21 +92,24 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an answer goes: behind `ids` in a row, or in a new row with the prompt `ids`."""
+    """Where an answer goes: behind `ids` in a row, or in a new row with the prompt `ids`, and why;
+    the turn from which it goes on.
+    """
 
     row: int | None
     ids: list[int]
     forked: str = ""
+    parent: ServedTurn | None = None
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A turn that is sampled: its number, its row, what stands before it, why it began a row."""
+    """A turn that is sampled: its number, its place with its row, and the tokens before it."""
 
     number: int
+    place: _Place
     row: int
     before: list[int]
-    forked: str
 
 
 class ServedEpisode:
@@ -150,8 +157,8 @@ class ServedEpisode:
         self._closed = False
         self.failure: Exception | None = None
         """What was no client's fault: nothing of the episode may be scored."""
-        self._known: list[tuple[str, tuple[Message, ...]]] = []
-        """Label and messages of every turn, with its own."""
+        self._known: list[KnownConversation] = []
+        """What was asked, and each turn behind it."""
         self._busy: set[int] = set()
         self._reserved = self._begun = 0
         self._ended = asyncio.Event()
@@ -258,7 +265,7 @@ class ServedEpisode:
     async def _answer(self, request: ChatRequest) -> Reply:
         chat = self._formats(request.tools)
         place, room = await self._take_place(request, chat)
-        begun = self._begin(place)
+        begun = self._begin(request, place)
         self._busy.add(begun.row)
         self._reserved += room
         seed = self._sampling.seed
@@ -272,7 +279,7 @@ class ServedEpisode:
             self._ended.set()
         return self._taken(request, chat, begun, done)
 
-    def _begin(self, place: _Place) -> _Begun:
+    def _begin(self, request: ChatRequest, place: _Place) -> _Begun:
         session, row = self.episode.session, place.row
         if row is None:
             row = session.fork(place.ids)
@@ -282,7 +289,8 @@ class ServedEpisode:
             self._counts["forks"] += 1
             self._counts[f"forks_{place.forked}"] += 1
         self._begun += 1
-        return _Begun(self._begun, row, session.row(row).tokens, place.forked)
+        self._known.append(KnownConversation(request.label, request.tools, request.messages))
+        return _Begun(self._begun, place, row, session.row(row).tokens)
 
     def _taken(
         self, request: ChatRequest, chat: ChatFormat, begun: _Begun, done: Completion
@@ -305,12 +313,14 @@ class ServedEpisode:
             len(before),
             len(before) + len(ids),
             found,
-            begun.forked,
+            begun.place.forked,
             request.label,
+            None if begun.place.parent is None else begun.place.parent.number,
         )
         self._behind[after(request.chain[-1], message)] = turn
         self.turns.append(turn)
-        self._known.append((request.label, (*request.messages, message)))
+        whole = (*request.messages, message)
+        self._known.append(KnownConversation(request.label, request.tools, whole))
         self._note_answered(request.label, begun.number)
         return Reply(message, done, before, turn)
 
@@ -362,16 +372,15 @@ class ServedEpisode:
             if suffix is not None:
                 turn.read = True  # who goes on from it has read it
                 if row.length == turn.end and turn.row not in self._busy:
-                    return _Place(turn.row, suffix)
-                return _Place(None, before + ids + suffix, "branch")
+                    return _Place(turn.row, suffix, parent=turn)
+                return _Place(None, before + ids + suffix, why(request, self._known), turn)
         try:
             prompt = chat.prompt([_as_template(one) for one in messages])
         except Exception as error:  # templates are programs, and some refuse an order of roles
             raise RequestError(400, f"the chat template refuses the messages: {error}") from error
         if not prompt:  # no engine can begin behind nothing
             raise RequestError(400, "the messages make a prompt without a token: say something")
-        why = "template" if known else self._changed(request)
-        return _Place(None, prompt, why)
+        return _Place(None, prompt, "template" if known else why(request, self._known))
 
     def _room(self, place: _Place) -> tuple[int, str]:
         session, more = self.episode.session, len(place.ids)
@@ -384,37 +393,6 @@ class ServedEpisode:
         return turn_room(
             self._rollout, sampled=session.sampled + self._reserved, behind=behind, length=length
         )
-
-    def _changed(self, request: ChatRequest) -> str:
-        """Say why a request goes on from no turn of ours, though there are some; "" for the first
-        one of a conversation.
-        """
-        most, why = 0, ""
-        for label, theirs in self._known:
-            if label != request.label:
-                continue
-            same = 0
-            for mine, other in zip(request.messages, theirs, strict=False):
-                if mine != other:
-                    break
-                same += 1
-            if same > most or not why:
-                most, why = same, _difference(request.messages[same:], theirs[same:])
-        return why
-
-
-def _difference(mine: Sequence[Message], theirs: Sequence[Message]) -> str:
-    """Name what a client has made of a message."""
-    if not mine or not theirs:
-        return "shortened"
-    new, old = mine[0], theirs[0]
-    if new["role"] != old["role"]:
-        return "edited"
-    if "reasoning_content" in old and "reasoning_content" not in new:
-        return "reasoning"
-    if len(new.get("tool_calls", ())) == len(old.get("tool_calls", ())) > 0:
-        return "calls"
-    return "edited"
 
 
 def _understood(

@@ -65,7 +65,17 @@ def test_an_equal_beginning_goes_on_in_its_row() -> None:
         (lambda known: [user("A?"), *known[1:]], "edited"),
         (lambda known: [known[0], known[1] | {"content": "0ne"}, *known[2:]], "edited"),
         (lambda known: [known[0], user("and")], "edited"),
-        (lambda known: [user("a?")], "shortened"),
+        (lambda known: [user("a?")], "branch"),
+        (lambda known: known, "branch"),
+        (lambda known: [*known[:2], user("c?")], "branch"),
+        (lambda known: [*known, {"role": "assistant", "content": "tw0"}, user("c?")], "edited"),
+        (lambda known: [known[0], known[2]], "shortened"),
+        (
+            lambda known: [known[2], {"role": "assistant", "content": "two"}, user("c?")],
+            "shortened",
+        ),
+        (lambda known: [{"role": "system", "content": "be good"}, *known], "edited"),
+        (lambda known: [user("what else?")], ""),
     ],
 )
 def test_a_client_that_changes_history_forks_and_it_is_said(change: Any, why: str) -> None:
@@ -88,16 +98,55 @@ def test_reasoning_and_calls_count_as_they_were_said() -> None:
         first = await say(episode, [user("a?")])
         assert first.message["reasoning_content"] == "plan"
         dropped = {"role": "assistant", "content": "one"}
-        assert (await say(episode, [user("a?"), first.message, user("b?")])).turn.forked == ""
+        second = await say(episode, [user("a?"), first.message, user("b?")])
+        assert second.turn.forked == ""
         assert (await say(episode, [user("a?"), dropped, user("c?")])).turn.forked == "reasoning"
-        calls = next(one for _, said in episode._known for one in said if "tool_calls" in one)
+        calls = second.message
         tool = {"role": "tool", "content": "7", "tool_call_id": calls["tool_calls"][0]["id"]}
         known = [user("a?"), first.message, user("b?"), calls, tool]
         other = json.loads(json.dumps(calls))
         other["tool_calls"][0]["function"]["arguments"] = '{"a": 2, "b": 1}'
         reordered = await say(episode, [*known[:3], other, tool])
-        assert reordered.turn.forked == "branch", "it goes on from the turn before, in another row"
+        assert reordered.turn.forked == "calls"
+        assert reordered.turn.parent == first.turn.number, "it goes on from the turn before"
         assert (await say(episode, known)).turn.forked == ""
+
+    run(scenario())
+
+
+def test_labels_are_agents_with_rows_of_their_own() -> None:
+    """Two models of one episode: what the one was given is no beginning for the other."""
+
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three", "four", "five")
+        episode = served(policy)
+        solver = await say(episode, [user("a?")], model="solver")
+        judge = await say(episode, [user("a?")], model="judge")
+        assert (judge.turn.forked, judge.turn.parent) == ("", None), "it is no draft of the solver"
+        for name, reply in (("solver", solver), ("judge", judge)):
+            more = await say(episode, [user("a?"), reply.message, user("b?")], model=name)
+            assert (more.turn.label, more.turn.forked) == (name, "")
+            assert more.turn.parent == reply.turn.number
+        handed = [user("a?"), solver.message, user("right?")]
+        assert (await say(episode, handed, model="judge")).turn.forked == "label"
+        rows = episode.episode.session.rows
+        assert [row.segments for row in rows] == [[(0, 4), (2, 6)], [(0, 4), (2, 5)], [(0, 5)]]
+        assert bytes(rows[2].prompt) == b"a?oneright?", "rendered anew"
+        assert episode._counts["forks"] == episode._counts["forks_label"] == 1
+        _, made = as_rows([episode.episode], trained=1, weights={"correct": 1.0})
+        assert [one.episode for one in made] == [0, 0, 0]
+
+    run(scenario())
+
+
+def test_other_tools_begin_a_row() -> None:
+    async def scenario() -> None:
+        episode = served(Policy("one", "two", "three"))
+        tool = {"type": "function", "function": {"name": "look"}}
+        first = await say(episode, [user("a?")])
+        known = [user("a?"), first.message, user("b?")]
+        assert (await say(episode, known, tools=[tool])).turn.forked == "tools"
+        assert (await say(episode, [user("else?")], tools=[tool])).turn.forked == ""
 
     run(scenario())
 
@@ -251,7 +300,8 @@ def test_equal_drafts_at_once_are_all_trained_once_they_are_read() -> None:
         drafts = [asyncio.ensure_future(say(episode, [user("a?")])) for _ in range(4)]
         await asyncio.sleep(0.01)
         policy.hold.set()
-        await asyncio.gather(*drafts)
+        replies = await asyncio.gather(*drafts)
+        assert [one.turn.forked for one in replies] == ["", "branch", "branch", "branch"]
         await episode.close()
         assert len(episode.episode.session.rows) == 4 and episode.failure is None
 
