@@ -6,6 +6,7 @@
 name="episode-$(uname -n)-$$-$(date +%s)"
 
 end() {
+    trap "" HUP INT TERM # once is enough, though a killed worker's threads all ask
     kill -KILL "$!" # a client that is gone starts nothing more
     wait
     docker rm --force "$name" >&2

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import http.client
 import json
 import os
@@ -39,8 +38,18 @@ AWAY = (OSError, http.client.HTTPException)
 """What it looks like when an actor is gone, or busy."""
 RUNNING: set[subprocess.Popen] = set()
 STARTING, STOPPING = threading.Lock(), threading.Event()
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None)
+END_WITH_WORKER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""What becomes a command, and is sent SIGTERM when the worker is gone. It is no `preexec_fn`, which
+may hang where there are threads.
+"""
 
 
 def post(url: str, key: str, body: dict, timeout_s: float = 60) -> dict | None:
@@ -51,12 +60,6 @@ def post(url: str, key: str, body: dict, timeout_s: float = 60) -> dict | None:
     with urllib.request.urlopen(request, timeout=timeout_s) as reply:
         found = reply.read()
     return json.loads(found) if found else None
-
-
-def end_with_worker() -> None:
-    """Have this process, a command to be, sent SIGTERM when the worker is gone."""
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def end(grace_s: float, *processes: subprocess.Popen) -> None:
@@ -80,12 +83,11 @@ def result_of(work: dict, command: list[str], grace_s: float) -> dict:
             if STOPPING.is_set():
                 return {"failure": "its worker is being ended"}
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-ISc", END_WITH_WORKER, str(os.getpid()), *command],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 env=variables,
                 start_new_session=True,
-                preexec_fn=end_with_worker,
             )
             RUNNING.add(process)
         ended = threading.Event()
@@ -176,7 +178,8 @@ def main() -> None:
     try:
         for one in (signal.SIGINT, signal.SIGTERM):
             signal.signal(one, lambda number, _: sys.exit(128 + number))
-        threading.Event().wait()
+        while True:  # a signal that comes to a thread that forks does not end a wait here
+            time.sleep(PAUSE_S)
     finally:
         with STARTING:
             STOPPING.set()
