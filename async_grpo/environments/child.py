@@ -7,9 +7,10 @@ pipe. Requests are [call, episode, name of the call, argument]; replies are [cal
 Plain methods run one at a time, in one thread. One that takes longer than its deadline keeps that
 thread, and another one goes on with the others: the episode is lost, its neighbours are not. The
 pool ends the process once these have ended. A coroutine that takes longer is cancelled, and its
-environment closed as any other. Invariants: every request gets one reply, as long as the process
-can run Python at all; a deadline begins with the call, not with the wait for its turn; `close` is
-called once for every environment that was made and whose calls have returned.
+environment closed as any other, unless it has left a thread in a plain call. Invariants: every
+request gets one reply, as long as the process can run Python at all; a deadline begins with the
+call, not with the wait for its turn; `close` is called once for every environment that was made and
+whose calls have returned.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, BinaryIO
 
 from async_grpo.environments.base import STUCK, Action, check_observation, to_wire
@@ -32,6 +35,8 @@ from async_grpo.runtime import stacks
 from async_grpo.tasks.verifier_child import prepare, receive, send, take_protocol
 
 _LONGEST_DETAIL = 500
+MOST_THREADS = 32
+"""Plain calls of coroutines that run at once."""
 
 
 class TooLong(Exception):
@@ -40,6 +45,25 @@ class TooLong(Exception):
 
 class Stuck(TooLong):
     """It has not returned, and keeps its thread."""
+
+
+_THREADS: ContextVar[list[Future[Any]] | None] = ContextVar("_THREADS", default=None)
+"""Calls that the present coroutine of an environment has given to threads."""
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads for plain calls that coroutines make (`asyncio.to_thread`), by coroutine."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call in a thread."""
+        future = super().submit(call, *args, **kwargs)
+        if (mine := _THREADS.get()) is not None:
+            mine.append(future)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls. Waits for none: one may never return, and the process ends."""
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 class OneAtATime:
@@ -98,6 +122,7 @@ class Episodes:
     def __init__(self, task: Any, timeouts: dict[str, float]) -> None:
         self._task, self._timeouts = task, timeouts
         self._open: dict[int, Any] = {}
+        self._closing: set[asyncio.Future[Any]] = set()
         self._plain = OneAtATime()
         self._closed = False
 
@@ -111,9 +136,9 @@ class Episodes:
                 if self._closed:  # nobody would close it
                     return ["closed", "the pool has ended"]
                 self._open[episode] = made
-                value = await self._of(episode, "reset", argument["reference"], argument["seed"])
+                value = await self._of(made, "reset", argument["reference"], argument["seed"])
             else:
-                value = await self._of(episode, "step", Action(**argument))
+                value = await self._of(self._open[episode], "step", Action(**argument))
         except TooLong as error:
             stuck = isinstance(error, Stuck)
             if stuck:
@@ -131,24 +156,29 @@ class Episodes:
         except (TypeError, ValueError, OverflowError) as error:
             return ["wrong_type", f"{name}(): {error}"[:_LONGEST_DETAIL]]
 
-    async def _of(self, episode: int, name: str, *arguments: Any) -> Any:
-        method, timeout_s = getattr(self._open[episode], name), self._timeouts[name]
+    async def _of(self, environment: Any, name: str, *arguments: Any) -> Any:
+        method, timeout_s = getattr(environment, name), self._timeouts[name]
         if not inspect.iscoroutinefunction(method):
             return await self._plain.run(lambda: method(*arguments), timeout_s)
+        threads: list[Future[Any]] = []
+        before = _THREADS.set(threads)
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 return await method(*arguments)
         except TimeoutError:
-            if deadline.expired():
-                raise TooLong from None
-            raise  # the environment's own
+            if not deadline.expired():
+                raise  # the environment's own
+            raise (Stuck if any(one.running() for one in threads) else TooLong) from None
+        finally:
+            _THREADS.reset(before)
 
     async def _close(self, episode: int) -> list[Any]:
-        if episode in self._open:
-            try:
-                await self._of(episode, "close")
-            finally:
-                self._open.pop(episode, None)
+        environment = self._open.pop(episode, None)
+        if environment is not None:
+            closing = asyncio.ensure_future(self._of(environment, "close"))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await closing
         return ["ok", None]
 
     async def close(self) -> None:
@@ -162,12 +192,16 @@ class Episodes:
                 await self._close(episode)
 
         await asyncio.gather(*[one(episode) for episode in list(self._open)])
+        if self._closing:  # those that were asked for before
+            await asyncio.wait(self._closing)
 
 
 async def serve(
     requests: BinaryIO, replies: BinaryIO, task: Any, timeouts: dict[str, float]
 ) -> None:
     """Answer requests as they come, until the parent closes the pipe; then close what is open."""
+    loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    loop.set_default_executor(Threads(MOST_THREADS, "environments"))
     episodes = Episodes(task, timeouts)
     running: set[asyncio.Task[None]] = set()
 
@@ -178,7 +212,7 @@ async def serve(
         except (TypeError, ValueError, OverflowError) as error:
             send(replies, [call, "not_sendable", str(error)[:_LONGEST_DETAIL]])
 
-    while (message := await asyncio.to_thread(receive, requests)) is not None:
+    while (message := await loop.run_in_executor(reader, receive, requests)) is not None:
         one = asyncio.create_task(answer(*message))
         running.add(one)
         one.add_done_callback(running.discard)

@@ -106,6 +106,46 @@ def test_an_episode_that_hangs_harms_itself_alone(later: bool, tmp_path: Path) -
     run(main)
 
 
+def test_a_coroutine_that_leaves_a_thread_in_a_call_hangs_as_plain_methods_do(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with pool_of(options={"later": True, "log": str(log)}) as pool:
+            episodes = [(await pool.open(None, 0))[0] for _ in range(8)]
+            *hanging, last = episodes
+            first = int((await last.step(told("where"))).content)
+            calls = [one.step(told("thread 600")) for one in hanging]
+            for found in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(found, EnvironmentFailed) and found.reason == "timeout"
+            assert (await last.step(told("where"))).content == str(first), "it is heard"
+            new, _ = await pool.open(None, 0)
+            assert int((await new.step(told("where"))).content) != first
+            for one in hanging:
+                await one.close()
+            assert "closing" not in log.read_text(), "a thread is in it"
+            await last.close()
+            await asyncio.to_thread(wait_until_gone, [first])
+
+    run(main)
+
+
+def test_an_environment_that_is_being_closed_at_the_end_is_closed_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with pool_of(options={"later": True, "log": str(log)}) as pool:
+            episode, _ = await pool.open(None, 0)
+            await episode.step(told("linger 0.5"))
+            closing = asyncio.create_task(episode.close())
+            await asyncio.sleep(0.2)
+        await closing
+        assert log.read_text().split() == ["made", "closing", "closed"]
+
+    run(main)
+
+
 def test_a_coroutine_that_closes_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "CLOSE_S", 0.3)
 

@@ -113,9 +113,12 @@ class ToldLater(Told):
         if verb == "sleep":
             await asyncio.sleep(float(argument))
             return Observation("woke")
+        if verb == "thread":
+            return await asyncio.gather(asyncio.to_thread(self.do_sleep, argument))
         return super().step(action)
 
     async def close(self) -> None:
+        self._note("closing")
         await asyncio.sleep(self.closing_s)
         super().close()
 
