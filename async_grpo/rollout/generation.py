@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.errors import RunError
 from async_grpo.rollout.engine import Engine, Sampling
@@ -45,7 +47,8 @@ def prompts_of(given: Any) -> list[Prompt]:
     """Take the prompts that somebody asks for. Raises RunError for what is no list of prompts."""
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise RunError(f"generate() takes a list of prompts, not {_shown(given)}: write [...]")
-    prompts = list(given)
+    # a column of a table has arrays of messages
+    prompts = [one.tolist() if isinstance(one, np.ndarray) else one for one in given]
     if any(isinstance(prompt, Mapping) for prompt in prompts):
         raise RunError(
             "a list of messages is one prompt, and generate() takes several: write [[...]]"
@@ -54,7 +57,7 @@ def prompts_of(given: Any) -> list[Prompt]:
         if not isinstance(prompt, str) and not _is_chat(prompt):
             raise RunError(
                 f"a prompt is {_shown(prompt)}; allowed is text, or a list of messages, each a "
-                "mapping with the texts `role` and `content`"
+                "mapping with `role` and `content` (text, or a list of parts)"
             )
     return prompts
 
@@ -115,12 +118,19 @@ def _is_chat(prompt: Any) -> bool:
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0
-        and all(
-            isinstance(message, Mapping)
-            and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            for message in prompt
-        )
+        and all(isinstance(message, Mapping) and _is_message(message) for message in prompt)
     )
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if content is None:  # an assistant that only calls tools says nothing
+        return message.get("role") == "assistant"
+    if isinstance(content, list | tuple):
+        return isinstance(message.get("role"), str) and all(
+            isinstance(part, Mapping) for part in content
+        )
+    return isinstance(message.get("role"), str) and isinstance(content, str)
 
 
 def _shown(value: object) -> str:

@@ -27,6 +27,18 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 def test_texts_and_chats_are_prompts() -> None:
     assert prompts_of(["1+1=", CHAT]) == ["1+1=", CHAT] and prompts_of([]) == []
     assert prompts_of(text for text in ("a", "b")) == ["a", "b"]
+    column = np.empty(2, dtype=object)  # as pandas reads a list of messages in Parquet
+    column[:] = [np.array(CHAT, dtype=object), "1+1="]
+    assert prompts_of(column) == [CHAT, "1+1="]
+
+
+def test_messages_may_be_calls_of_tools_and_parts() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    parts = {"role": "user", "content": [{"type": "text", "text": "q"}]}
+    answered = {"role": "tool", "content": "1"}
+    for silent in ({"role": "assistant"}, {"role": "assistant", "content": None}):
+        chat = [parts, silent | {"tool_calls": [call]}, answered]
+        assert prompts_of([chat]) == [chat]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +51,9 @@ def test_texts_and_chats_are_prompts() -> None:
         (["a", 5], "a prompt is 5; allowed is text, or a list of messages"),
         (["a", []], r"a prompt is \[\]; allowed is text"),
         ([["a"]], r"a prompt is \['a'\]; allowed is text"),
-        ([[{"role": "user"}]], r"each a mapping with the texts `role` and `content`"),
+        ([[{"role": "user"}]], "each a mapping with `role` and `content`"),
+        ([[{"role": 1, "content": "a"}]], "each a mapping with `role` and `content`"),
+        ([[{"role": "user", "content": ["a"]}]], "each a mapping with `role` and `content`"),
     ],
 )
 def test_what_is_no_list_of_prompts_is_one_sentence(prompts: Any, says: str) -> None:
