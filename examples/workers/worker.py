@@ -22,6 +22,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +46,11 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 if os.getppid() == int(sys.argv[1]):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execvp(sys.argv[2], sys.argv[2:])
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        print(f"cannot be started: {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
 """
 """What becomes a command, and is sent SIGTERM when the worker is gone. It is no `preexec_fn`, which
 may hang where there are threads.
@@ -62,16 +67,30 @@ def post(url: str, key: str, body: dict, timeout_s: float = 60) -> dict | None:
     return json.loads(found) if found else None
 
 
+def remains(process: subprocess.Popen) -> bool:
+    """Tell whether a command, or what it started, is still there."""
+    if process.poll() is not None:  # or this would take the command's status
+        with contextlib.suppress(ChildProcessError):  # who is process 1 has orphans to bury
+            while os.waitpid(-process.pid, os.WNOHANG)[0]:
+                pass
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
 def end(grace_s: float, *processes: subprocess.Popen) -> None:
     """End commands and what they started: by SIGTERM, then what is left of them by SIGKILL."""
     deadline = time.monotonic() + grace_s
     for how in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, how)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0))
+        while any([remains(one) for one in processes]) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def result_of(work: dict, command: list[str], grace_s: float) -> dict:
@@ -107,8 +126,8 @@ def result_of(work: dict, command: list[str], grace_s: float) -> dict:
         try:
             process.communicate(json.dumps(work["problem"]).encode())
         finally:
-            ended.set()
             end(grace_s, process)
+            ended.set()
             RUNNING.discard(process)
         out.seek(-min(KEPT, out.seek(0, os.SEEK_END)), os.SEEK_END)
         lines = out.read().rstrip().splitlines()
@@ -172,6 +191,8 @@ def main() -> None:
     parser.add_argument("--grace", type=float, default=10.0, help="seconds from SIGTERM to SIGKILL")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
+    if shutil.which(given.command[0]) is None:
+        parser.error(f"{given.command[0]} is no program: give a path, or a name on PATH")
     for number in range(given.slots):
         work = (given.run_dir / "workers", number, given.command, given.grace)
         threading.Thread(target=serve, args=work, daemon=True).start()

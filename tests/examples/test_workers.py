@@ -5,10 +5,13 @@ episode, and what with a worker.
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,90 @@ def test_a_command_ends_with_its_episode(stubborn: bool, tmp_path: Path) -> None
         wait_until(lambda: actor.left == 0, 30, "the next episode")
         how = signal.SIGKILL if stubborn else signal.SIGTERM
         assert actor.results[0] == {"failure": f"exit status {-how}"}
+
+
+@pytest.mark.parametrize("with_worker", [False, True], ids=["episode", "worker"])
+def test_what_a_command_started_has_its_grace_too(with_worker: bool, tmp_path: Path) -> None:
+    """Though the command itself ends at once."""
+    agent = (
+        'trap "sleep 0.5; : >$DOUBLES/saved; exit" TERM; echo $$ >$DOUBLES/pids.new; '
+        "mv $DOUBLES/pids.new $DOUBLES/pids; while :; do sleep 0.1; done"
+    )
+    with ActorDouble(tmp_path) as actor:
+        command = f"sh -c '{agent}'; true"
+        worker = actor.worker(WORKER, "sh", "-c", command, grace=60.0)
+        begun = pids(tmp_path)
+        if with_worker:
+            worker.terminate()
+        else:
+            actor.going_on = False
+        wait_until_gone(begun)
+        assert (tmp_path / "saved").exists()
+
+
+def test_orphans_that_ended_are_not_waited_for(tmp_path: Path) -> None:
+    """Where they become the worker's own children: in a container whose process 1 it is."""
+    script = tmp_path / "first.py"
+    script.write_text(
+        "import ctypes, runpy\n"
+        "pr_set_child_subreaper = 36\n"
+        "assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) == 0\n"
+        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+    )
+    with ActorDouble(tmp_path) as actor:
+        actor.worker(script, "sh", "-c", BEGUN, grace=60.0)
+        pids(tmp_path)
+        actor.going_on = False
+        wait_until(lambda: actor.results, 30, "the result")
+        assert actor.results == [{"failure": f"exit status {-signal.SIGTERM}"}]
+
+
+def test_a_command_that_may_not_be_signalled_spares_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killpg = os.killpg
+    sleep = ["sleep", "600"]
+    with (
+        subprocess.Popen(sleep, start_new_session=True) as foreign,
+        subprocess.Popen(sleep, start_new_session=True) as own,
+    ):
+
+        def kill(group: int, how: int) -> None:
+            if group == foreign.pid:
+                raise PermissionError
+            killpg(group, how)
+
+        monkeypatch.setattr(os, "killpg", kill)
+        try:
+            runpy.run_path(str(WORKER))["end"](0.5, foreign, own)
+            assert own.wait(20) == -signal.SIGTERM and foreign.poll() is None
+        finally:
+            foreign.kill()
+            own.kill()
+
+
+def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    words = [sys.executable, WORKER, tmp_path, "--", "no-such-agent", "--fast"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    said = "error: no-such-agent is no program: give a path, or a name on PATH"
+    assert ended.stderr.rstrip().endswith(said)
+
+
+def test_a_command_that_cannot_be_started_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its name, and as shells do by the status."""
+    agent = tmp_path / "agent"
+    agent.write_text("#!/no/such/interpreter\n")
+    agent.chmod(0o755)
+    with ActorDouble(tmp_path) as actor:
+        actor.worker(WORKER, str(agent))
+        wait_until(lambda: actor.results, 30, "the result")
+        assert actor.results == [{"failure": "exit status 127"}]
+    said = capfd.readouterr().err
+    assert f"cannot be started: {agent}: No such file or directory" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
