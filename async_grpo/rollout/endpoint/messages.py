@@ -26,7 +26,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FIXED: dict[str, tuple[Any, ...]] = {
     "temperature": (),
     "top_p": (),
-    "top_k": (),
+    "top_k": (-1,),
     "min_p": (0,),
     "typical_p": (1,),
     "presence_penalty": (0,),
@@ -43,7 +43,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "verbosity": (),
-    "thinking": (),
+    "thinking": ({"type": "disabled"},),
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
 }
@@ -56,7 +56,9 @@ _STOPS = (
     "the client"
 )
 _GRAMMAR = "a grammar would change what is sampled; ask for the form in the prompt"
-_LOGPROBS = "there are log-probs of the sampled tokens alone; leave it out"
+_LOGPROBS = (
+    "leave it out: `logprobs: true` gives the log-probs of the sampled tokens, and no others"
+)
 _OWN_TEMPLATE = "chats are rendered by the model's own template; say it in a message"
 _NOTHING_STORED = "the endpoint stores nothing for later; send what is said, and wait for the reply"
 _NEVER = {
@@ -85,6 +87,8 @@ _NEVER = {
     "background": _NOTHING_STORED,
 }
 _NO_MATTER: tuple[Any, ...] = (None, "", [], {}, False, {"type": "text"})
+_OFF: dict[str, tuple[Any, ...]] = {"function_call": ("none",)}
+"""Values that matter elsewhere, and not in these fields."""
 DECIDED = (*FIXED, *_NEVER)
 """Fields of every interface that are refused, or the run's."""
 _LONGEST_LABEL = 64
@@ -141,7 +145,7 @@ def parse(
     """
     found = read(body) if asked is None else asked
     for name, why in _NEVER.items():
-        if found.get(name) not in _NO_MATTER:
+        if found.get(name) not in (*_NO_MATTER, *_OFF.get(name, ())):
             raise RequestError(400, f"`{name}` is not possible: {why}")
     if found.get("n") not in (None, 1):
         raise RequestError(400, "`n` must be 1: send as many requests as you want answers")
@@ -172,10 +176,15 @@ def parse(
         bool(found.get("return_token_ids")),
         changed,
         label,
-        blake2b(body, digest_size=16).digest(),
+        hasher(body).digest(),
         retried,
         tuple(chain(messages, tools, label)),
     )
+
+
+def hasher(begin: bytes = b"") -> blake2b:
+    """Begin the digest of a body."""
+    return blake2b(begin, digest_size=16)
 
 
 def chain(messages: Sequence[Message], tools: Sequence[Message], label: str) -> list[bytes]:
@@ -198,7 +207,7 @@ def said(message: Message) -> Message:
 
 def _digest(before: bytes, value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True).encode()
-    return blake2b(before + text, digest_size=16).digest()
+    return hasher(before + text).digest()
 
 
 def listed(found: Mapping[str, Any], name: str, most: int = MOST_ENTRIES) -> list[Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,8 @@ from async_grpo.rollout.episodes import Episode, turn_room
 Sample = Callable[[list[int], Sampling], Awaitable[Completion]]
 Formats = Callable[[Sequence[Message]], ChatFormat]
 USED_UP = "context_length_exceeded"
+OWED_S = 10.0
+"""How long a retry is waited for that is a turn of its own: SDKs wait 8 s at most."""
 
 
 @dataclass(eq=False)
@@ -149,9 +151,9 @@ class ServedEpisode:
         """All, in the order of their ends."""
         self._asked: dict[bytes, list[_Asked]] = {}
         """By body, in order: the requests that no client has read, and the newest one."""
-        self._owed: Counter[bytes] = Counter()
-        """Retries that are to come, by body (b"": of any), and are turns of their own: a client's
-        whose request was refused before it was known, or whose answer another client has taken.
+        self._owed: deque[tuple[float, bytes]] = deque()
+        """Retries that are to come, and are turns of their own: since when, and of which body. Of a
+        client that was refused a place, or whose answer another client has taken.
         """
         self._tasks: set[asyncio.Task[Reply]] = set()
         self._closed = False
@@ -195,28 +197,41 @@ class ServedEpisode:
         asked.turn = reply.turn
         return reply
 
-    def note_refused(self) -> None:
-        """Note a request that was refused before its body was known: its client sends it again, and
-        then it is a turn of its own.
+    def note_refused(self, digest: bytes, *, retried: bool) -> None:
+        """Note a request with this body that was refused a place: its client sends it again, and
+        then it is a turn of its own. One that is refused once more is waited for anew.
         """
-        self._owed[b""] += 1
+        self._drop_owed()
+        if not retried or self._take_owed(digest):
+            self._owed.append((time.monotonic(), digest))
+
+    def _take_owed(self, digest: bytes) -> bool:
+        """Strike a retry with this body off those to come; whether there was one."""
+        self._drop_owed()
+        found = next((one for one in self._owed if one[1] == digest), None)
+        if found is not None:
+            self._owed.remove(found)
+        return found is not None
+
+    def _drop_owed(self) -> None:
+        """Wait no longer for clients that have given up."""
+        while self._owed and time.monotonic() - self._owed[0][0] > OWED_S:
+            self._owed.popleft()
 
     def _repeated(self, request: ChatRequest) -> _Asked | None:
         """Return the request of which this one is a repetition; None for a turn of its own. Equal
-        drafts are told apart: each is repeated once, the one whose clients went away first.
+        drafts are told apart: each is repeated once, the one whose clients went away first. Where
+        it is in doubt which client has come, it is a repetition: no turn is trained twice.
         """
         known = self._asked.get(request.digest, [])
         unread = [one for one in known if not one.read]
         left = next((one for one in unread if one.left), None)
         if left is not None:
-            self._owed[request.digest] += not request.retried
+            if not request.retried:
+                self._owed.append((time.monotonic(), request.digest))
             return left
-        if not request.retried:
+        if not request.retried or self._take_owed(request.digest):
             return None
-        for body in (request.digest, b""):
-            if self._owed[body] > 0:
-                self._owed[body] -= 1
-                return None
         newest = known[-1] if known else None
         return min(unread, key=lambda one: one.waiting, default=newest)
 

@@ -39,7 +39,7 @@ from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.endpoint import replies
 from async_grpo.rollout.endpoint.dialects import CHAT, Dialect
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse, read
+from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, hasher, parse, read
 from async_grpo.rollout.endpoint.messages_api import MESSAGES
 from async_grpo.rollout.endpoint.responses_api import RESPONSES
 from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
@@ -48,8 +48,6 @@ from async_grpo.rollout.engine import EngineError
 
 START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60
 MINUTE_S = 60.0
-SENT_AGAIN = (408, 429)
-"""Refusals of a request that is not known yet, after which SDKs send it again."""
 _T = TypeVar("_T")
 _Handler = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)
@@ -182,12 +180,10 @@ class Endpoint:
         found: _Open | None = None
         try:
             found = self._admitted(request)
-            with self._counted(found):
+            async with self._counted(found, request, again):
                 asked, wanted = await self._wanted(dialect, request, found, again)
                 reply = await self._while_connected(request, found.episode.answer(wanted))
         except RequestError as error:
-            if found is not None and error.status in SENT_AGAIN and not again:
-                found.episode.note_refused()
             return self._refused(error, dialect)
         except (ClientDisconnect, asyncio.CancelledError):
             self._counts["requests_left"] += 1
@@ -267,10 +263,19 @@ class Endpoint:
             self._work.heard(key)
         return found
 
-    @contextmanager
-    def _counted(self, found: _Open) -> Iterator[None]:
-        """Hold one of the places of an episode inside. Raises RequestError where there is none."""
-        self._limit(found)
+    @asynccontextmanager
+    async def _counted(self, found: _Open, request: Request, again: bool) -> AsyncIterator[None]:
+        """Hold one of the places of an episode inside. Raises RequestError where there is none, and
+        the episode knows then which body was refused, of which nothing else is kept.
+        """
+        try:
+            self._limit(found)
+        except RequestError:
+            digest = hasher()
+            async for part in self._parts(request):
+                digest.update(part)
+            found.episode.note_refused(digest.digest(), retried=again)
+            raise
         found.requests += 1
         try:
             yield
@@ -294,22 +299,28 @@ class Endpoint:
         found.came.append(now)
 
     async def _body(self, request: Request) -> bytes:
-        most = round(self._settings.body_mb * 2**20)
         body = bytearray()
+        async for part in self._parts(request):
+            body += part
+        return bytes(body)
+
+    async def _parts(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a body part by part. Raises RequestError where it is too large, or too slow."""
+        most, size = round(self._settings.body_mb * 2**20), 0
         try:
             async with asyncio.timeout(HEAD_S):
                 async for part in request.stream():
-                    body += part
-                    if len(body) > most:
+                    size += len(part)
+                    if size > most:
                         raise RequestError(
                             413,
                             f"the request is larger than endpoint.body_mb = "
                             f"{self._settings.body_mb:g}",
                             code="too_large",
                         )
+                    yield part
         except TimeoutError as error:
             raise RequestError(408, f"no body within {HEAD_S:g} s", code="timeout") from error
-        return bytes(body)
 
     async def _while_connected(self, request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
         """Await an answer; raise ClientDisconnect where its client has gone."""

@@ -224,12 +224,70 @@ def test_a_retry_of_a_refused_request_is_a_turn_of_its_own() -> None:
         policy = Policy("one", "two", "three")
         episode = served(policy)
         await say(episode, [user("a?")])
-        episode.note_refused()
+        episode.note_refused(request([user("a?")]).digest, retried=False)
         other = await say(episode, [user("a?")], retried=True)
         assert other.message["content"] == "two"
         again = await episode.answer(request([user("a?")], retried=True))
         assert again is other, "the reply of the newest one was lost on its way"
         assert len(policy.asked) == 2
+
+    run(scenario())
+
+
+def test_a_retry_of_another_body_than_was_refused_is_one_turn() -> None:
+    async def scenario() -> None:
+        policy = Policy("one", "two")
+        episode = served(policy)
+        first = await say(episode, [user("a?")])
+        episode.note_refused(request([user("b?")]).digest, retried=False)
+        assert await say(episode, [user("a?")], retried=True) is first
+        await episode.close()
+        assert len(policy.asked) == len(episode.episode.session.rows) == 1
+
+    run(scenario())
+
+
+def test_clients_that_have_given_up_are_waited_for_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither those that were refused, nor those whose answer another one has taken."""
+    monkeypatch.setattr("async_grpo.rollout.endpoint.served.OWED_S", 0.2)
+
+    async def scenario() -> None:
+        policy = Policy("one", "two")
+        episode = served(policy)
+        policy.hold.clear()
+        left = asyncio.ensure_future(say(episode, [user("a?")]))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.sleep(0.01)
+        policy.hold.set()
+        first = await say(episode, [user("a?")])
+        episode.note_refused(request([user("a?")]).digest, retried=False)
+        await asyncio.sleep(0.3)
+        for retried in (True, True, True):
+            assert await say(episode, [user("a?")], retried=retried) is first
+        assert len(policy.asked) == 1
+
+    run(scenario())
+
+
+def test_a_client_that_is_refused_again_is_waited_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn is owed to it, however often it was refused."""
+    monkeypatch.setattr("async_grpo.rollout.endpoint.served.OWED_S", 1.0)
+
+    async def scenario() -> None:
+        policy = Policy("one", "two", "three")
+        episode = served(policy)
+        await say(episode, [user("a?")])
+        digest = request([user("a?")]).digest
+        for retried in (False, True, True):
+            episode.note_refused(digest, retried=retried)
+            await asyncio.sleep(0.6)
+        second = await say(episode, [user("a?")], retried=True)
+        assert second.message["content"] == "two"
+        episode.note_refused(digest, retried=True)
+        assert await say(episode, [user("a?")], retried=True) is second, "its answer was lost"
 
     run(scenario())
 

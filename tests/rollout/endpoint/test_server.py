@@ -127,6 +127,28 @@ async def test_equal_drafts_of_an_sdk_stay_apart() -> None:
         assert len(policy.asked) == 4
 
 
+async def test_a_lost_answer_is_one_turn_while_other_requests_are_refused() -> None:
+    policy = Policy("one", "two")
+    async with opened(policy, requests=1) as one, one.sdk(max_retries=0) as client:
+        again = {"x-stainless-retry-count": "1"}
+        for headers in ({}, again):
+            reply = await client.chat.completions.create(
+                model="m", messages=ASK, extra_headers=headers
+            )
+            assert reply.choices[0].message.content == "one"
+            policy.hold.clear()
+            other = [{"role": "user", "content": "other?"}]
+            held = asyncio.ensure_future(one.post(body_of(messages=other)))
+            while not one.episode.open:
+                await asyncio.sleep(0.01)
+            for content in ("b?", "c?"):
+                asked = [{"role": "user", "content": content}]
+                assert (await one.post(body_of(messages=asked))).status_code == 429
+            policy.hold.set()
+            assert (await held).status_code == 200
+        assert len(policy.asked) == 3
+
+
 async def test_equal_drafts_that_an_sdk_sends_again_stay_apart() -> None:
     policy = Policy("one", "two", "three")
     policy.hold.clear()
@@ -228,6 +250,7 @@ async def test_every_setting_of_the_run_is_refused_or_counted(sampling: str) -> 
 async def test_settings_that_change_nothing_are_the_runs_own() -> None:
     plain = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     more = {"logit_bias": {}, "min_p": 0, "best_of": 1, "seed": None, "top_logprobs": 0}
+    more |= {"thinking": {"type": "disabled"}, "top_k": -1, "function_call": "none"}
     async with opened(Policy("one"), sampling="refuse") as one:
         assert (await one.post(body_of(**plain, **more))).status_code == 200
         assert one.counts["requests_overridden"] == 0
@@ -250,6 +273,8 @@ async def test_what_a_reply_cannot_have_is_refused() -> None:
             reply = await one.post(body_of(**{name: value}))
             assert reply.status_code == 400
             assert f"`{name}` is not" in reply.json()["error"]["message"]
+        reply = await one.post(body_of(logprobs=True, top_logprobs=1))
+        assert "leave it out: `logprobs: true` gives" in reply.json()["error"]["message"]
 
 
 async def test_bodies_that_are_nested_deeply_are_refused() -> None:
