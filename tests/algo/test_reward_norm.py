@@ -250,8 +250,9 @@ def test_refusals_and_empty_batches() -> None:
         ),
         (torch.tensor([math.inf]), one, {"reward_norm": None}, "not finite"),
     ):
+        given: dict[str, Any] = {"reward_shift": False, "reward_scale": False, **options}
         with pytest.raises(ValueError, match=message):
-            normalize_rewards(rewards, groups, reward_shift=False, reward_scale=False, **options)  # type: ignore[arg-type]
+            normalize_rewards(rewards, groups, **given)
     moments = RunningMoments()
     with pytest.raises(ValueError, match="not finite"):
         moments.update(torch.tensor([1.0, math.nan]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import Message, PlainFormat, Said
 from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
-from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
+from async_grpo.rollout.endpoint.served import OWED_S, Reply, ServedEpisode
 from async_grpo.rollout.engine import EngineError
 from async_grpo.rollout.episodes import as_rows
 from tests.support.scripted_policy import Letters
@@ -247,11 +249,23 @@ def test_a_retry_of_another_body_than_was_refused_is_one_turn() -> None:
     run(scenario())
 
 
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stop the clock of episodes; what is returned moves it by seconds."""
+    now = [time.monotonic()]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("async_grpo.rollout.endpoint.served.time", clock)
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    return wait
+
+
 def test_clients_that_have_given_up_are_waited_for_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither those that were refused, nor those whose answer another one has taken."""
-    monkeypatch.setattr("async_grpo.rollout.endpoint.served.OWED_S", 0.2)
+    wait = waiting(monkeypatch)
 
     async def scenario() -> None:
         policy = Policy("one", "two")
@@ -264,7 +278,7 @@ def test_clients_that_have_given_up_are_waited_for_no_longer(
         policy.hold.set()
         first = await say(episode, [user("a?")])
         episode.note_refused(request([user("a?")]).digest, retried=False)
-        await asyncio.sleep(0.3)
+        wait(1.5 * OWED_S)
         for retried in (True, True, True):
             assert await say(episode, [user("a?")], retried=retried) is first
         assert len(policy.asked) == 1
@@ -274,7 +288,7 @@ def test_clients_that_have_given_up_are_waited_for_no_longer(
 
 def test_a_client_that_is_refused_again_is_waited_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn is owed to it, however often it was refused."""
-    monkeypatch.setattr("async_grpo.rollout.endpoint.served.OWED_S", 1.0)
+    wait = waiting(monkeypatch)
 
     async def scenario() -> None:
         policy = Policy("one", "two", "three")
@@ -283,7 +297,7 @@ def test_a_client_that_is_refused_again_is_waited_for_anew(monkeypatch: pytest.M
         digest = request([user("a?")]).digest
         for retried in (False, True, True):
             episode.note_refused(digest, retried=retried)
-            await asyncio.sleep(0.6)
+            wait(0.6 * OWED_S)
         second = await say(episode, [user("a?")], retried=True)
         assert second.message["content"] == "two"
         episode.note_refused(digest, retried=True)
