@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,6 +214,10 @@ def test_every_metric_is_what_its_name_says() -> None:
         "format": None,
     }
     assert {metric: rejection(group, FilterRule(metric), shaping) for metric in want} == want
+    spoken = replace(group, rows=(replace(group.rows[0], context=20), *group.rows[1:]))
+    assert rejection(spoken, FilterRule("seq_reward"), shaping) == "all_right", (
+        "the penalty is of sampled tokens, in the filter too: what an environment says is free"
+    )
     same = ({"correct": 1.0, "format": 0.0}, 1.0)
     longer = group_of((*same, 6, "length", "train"), (*same, 9, "length", "train"))
     assert (

@@ -227,6 +227,10 @@ def test_opsm_drops_negative_rows_that_have_fallen(seed: int, delta: float, junk
         for t in range(5):
             dropped = bool(mask[i, t]) and float(case["advantages"][i, t]) < 0 and fallen > delta
             assert float(got[i, t]) == float(not dropped)
+    nothing, ones = torch.zeros(1, 2), torch.ones(1, 2)
+    assert opsm_mask(-ones, nothing, nothing, ones, delta=delta).all(), (
+        "advantage 0 is not negative"
+    )
 
 
 @given(seed=seeds)

@@ -372,6 +372,18 @@ def test_m2po_lies_between_plain_and_no_clip(seed: int, clip: Clip) -> None:
     assert not diagnostics["clipped_low"].any() and not diagnostics["clipped_high"].any()
 
 
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+def test_the_ratio_of_a_response_is_of_its_log_ratios_as_they_are(name: str) -> None:
+    """Clamped one by one, -29 would be -20, and the ratio 1.3e-3 in place of 6.3e-5."""
+    case = tokens(0, 1, 3) | {"logprobs": torch.tensor([[-30.0, -1.0, -1.0]], dtype=F64)}
+    case |= {"anchor_logprobs": torch.full((1, 3), -1.0, dtype=F64)}
+    case |= {"advantages": torch.ones(1, 3, dtype=F64), "loss_mask": torch.ones(1, 3)}
+    loss, diagnostics = policy_loss(name, **case, clip=Clip(0.2, 0.2))
+    wanted = torch.full((1, 3), math.exp(-29 / 3), dtype=F64)
+    close(diagnostics["ratio"], wanted)
+    close(loss, -wanted)
+
+
 def test_opmd_pulls_at_tokens_however_far_they_are() -> None:
     case = {**tokens(0, 1, 2), "logprobs": torch.full((1, 2), -5.0, dtype=F64, requires_grad=True)}
     case |= {

@@ -112,6 +112,12 @@ def test_gradients_are_those_of_indexing(shapes: list[tuple[int, list[int]]], se
     torch.testing.assert_close(*gradients)
 
 
+def test_prompts_that_differ_in_high_bits_only_are_two() -> None:
+    prompts = [np.array([1, 2 + more]) for more in (0, 2**16, 2**31)]
+    packed = pack([response_row(prompt, np.arange(3)) for prompt in prompts], CPU)
+    assert packed.input_ids[0, :6].tolist() == [id for prompt in prompts for id in prompt.tolist()]
+
+
 def test_without_rows_there_is_one_token() -> None:
     packed = pack([], CPU)
     assert (

@@ -5,6 +5,7 @@ same for any split and row order.
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames
 from tests.support.frames import frame_of, make_group
+from tests.support.thread_ranks import Collective, Ranks
 from tests.support.token_case import (
     CPU,
     LENGTHS,
@@ -124,20 +126,37 @@ def test_the_interpolated_anchor_is_the_behaviour_policy_up_to_lag_one() -> None
     )
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce", "sapo"])
+OFF_POLICY: list[dict[str, Any]] = [
+    {"importance": {"level": level, "normalize": True}, "anchor": "recomputed"}
+    for level in ("token", "sequence", "geometric")
+]
+OFF_POLICY += [{"opsm_delta": 0.11}, {"rejection": [{"score": "k1", "reduce": "mean", "upper": 0}]}]
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "correction"),
+    [
+        (loss, mode, {"importance": {"level": "token"}})
+        for loss in ("ppo_clip", "cispo", "reinforce", "sapo")
+        for mode in sorted(AGGREGATIONS)
+    ]
+    + [("ppo_clip", "token-mean", correction) for correction in OFF_POLICY],
+)
 def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(
-    loss: str, mode: str
+    loss: str, mode: str, correction: dict[str, Any]
 ) -> None:
+    """Nor do they count where a row is weighted, masked or rejected as a whole, or weights are
+    divided by their mean.
+    """
     config = config_of(
         policy_loss=loss,
         loss_agg_mode=mode,
         use_kl_loss=True,
         kl_loss_coef=0.1,
         entropy_coef=0.01,
-        importance={"level": "token"},
+        **correction,
     )
-    bounded, whole, without = make_rows(), make_rows(), make_rows()
+    bounded, whole, without = make_rows(1), make_rows(1), make_rows(1)
     for key, row in bounded.items():
         row.max_lag = 1
         young = row.lag <= 1
@@ -284,6 +303,26 @@ def test_returns_on_the_ranks_are_those_of_the_formula(
             assert row.advantages[t] == pytest.approx(
                 max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5
             ), (key, t)
+
+
+def test_each_row_is_whitened_once_whichever_ranks_hold_it() -> None:
+    """In later epochs a rank trains rows of others too, which count where they are owned."""
+    config = config_of(adv_estimator="reinforce_plus_plus")
+    values = {key: RowValue(1.0 + key[1] - 0.5 * (key[0] == 10)) for key in make_rows()}
+    alone = make_rows()
+    TokenMath(config, Alone()).assign(alone, owned=alone, values=values, kl_coef=0.0)
+    parts = [sorted(alone)[:3], sorted(alone)[3:]]
+    held = [make_rows(), {key: row for key, row in make_rows().items() if key != (10, 0)}]
+
+    def work(reduce: Collective, gather: Collective, rank: int) -> torch.Tensor:
+        math = TokenMath(config, SimpleNamespace(sum=reduce, gather=gather))
+        math.assign(held[rank], owned=parts[rank], values=values, kl_coef=0.0)
+        return torch.empty(0)
+
+    Ranks(2).run(work)
+    for rows in held:
+        for key, row in rows.items():
+            assert row.advantages.tolist() == pytest.approx(alone[key].advantages.tolist()), key
 
 
 @pytest.mark.parametrize(

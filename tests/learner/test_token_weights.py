@@ -196,6 +196,72 @@ def test_gspo_by_length_and_with_token_weights_is_the_slow_loop(
     )
 
 
+def test_opsm_measures_from_the_anchor_that_the_loss_has() -> None:
+    """From an interpolated one too, which is not that of the batch."""
+    rows = make_rows(1)
+    dropped: dict[str, set[RowKey]] = {"interpolated": set(), "sampler": set()}
+    for row in rows.values():
+        row.anchor = row.behavior.copy()
+    lags = {key: row.lag.tolist() for key, row in rows.items()}
+
+    def slow(found: dict[RowKey, list[Token]]) -> Tensor:
+        terms = []
+        for key, row in found.items():
+            fallen = {
+                name: [
+                    float(token.behavior - token.current.detach())
+                    / (1 if name == "sampler" else max(lag, 1))
+                    for token, lag in zip(row, lags[key], strict=True)
+                ]
+                for name in dropped
+            }
+            for name, values in fallen.items():
+                if row[0].advantage < 0 and sum(values) / len(row) > 0.12:
+                    dropped[name].add(key)
+            for token, x in zip(row, fallen["interpolated"], strict=True):
+                anchor = float(token.current.detach()) + x
+                kept = key not in dropped["interpolated"]
+                terms.append(token.clipped((token.current - anchor).exp()) * kept)
+        return total(terms) / len(terms)
+
+    agree(slow, rows, anchor="interpolated", opsm_delta=0.12, opsm_against="anchor")
+    assert dropped["sampler"] != dropped["interpolated"] and all(dropped.values())
+
+
+def test_clip_cov_selects_by_the_interval_of_the_lag() -> None:
+    """Tokens that the interval of their lag clips are none to select from."""
+    rows, clipped = make_rows(), {"now": 0, "without lag": 0}
+    lags = [rows[key].lag.tolist() for key in sorted(rows)]
+
+    def slow(found: dict[RowKey, list[Token]]) -> Tensor:
+        every = [token for row in found.values() for token in row]
+        now = [float(token.current.detach()) for token in every]
+        mean = sum(now) / len(now)
+        center = sum(token.advantage for token in every) / len(every)
+        terms = []
+        for token, at, lag in zip(every, now, [k for row in lags for k in row], strict=True):
+            sign, width = math.copysign(1, token.advantage), 0.2 / (1 + lag)
+            moved = sign * (math.exp(at - token.anchor) - 1)
+            inside = -0.5 < (token.advantage - center) * (at - mean) < 2
+            clipped["now"] += inside and moved > width
+            clipped["without lag"] += inside and moved > 0.2
+            kept = not inside or moved > width
+            terms.append(token.clipped(token.ratio, width, width) * kept)
+        return total(terms) / len(terms)
+
+    agree(
+        slow,
+        rows,
+        policy_loss="clip_cov",
+        anchor="recomputed",
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_schedule={"kind": "harmonic", "rate": 1.0},
+        clip_cov={"ratio": 1.0, "lower": -0.5, "upper": 2.0},
+    )
+    assert clipped["now"] > clipped["without lag"] > 0
+
+
 @pytest.mark.parametrize("against", ["behavior", "anchor"])
 def test_opsm_is_the_slow_loop(against: str) -> None:
     dropped: dict[str, set[RowKey]] = {"behavior": set(), "anchor": set()}

@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +28,7 @@ from async_grpo.replay.metrics import batch_metrics
 from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.replay.rules import QueueSettings, fair_share
+from async_grpo.replay.rules import QueueSettings, check_bound, fair_share
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire.codec import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
@@ -775,6 +776,24 @@ async def test_rejections_beside_a_slow_group_do_not_end_the_run() -> None:
     assert (
         await queue.get_batch(1) is None
     )  # a batch is ready, and the learner waits for the slow group alone
+
+
+@pytest.mark.parametrize(
+    ("versions", "refused"),
+    [
+        ((0, 3), {"wait", "expire"}),  # the newest tokens are trained, the oldest masked
+        ((0, 1), {"wait", "mask", "expire"}),  # every token is too old
+        ((2, 3), set()),
+        ((2, 4), {"wait", "mask", "expire"}),  # from the future
+    ],
+)
+def test_a_group_outside_the_bound_is_a_bug_unless_some_token_of_it_is_trained(
+    versions: tuple[int, int], refused: set[str]
+) -> None:
+    meta = decode_meta(frame_of(GroupTicket(0, 1, 0), versions=versions))
+    for on_stale in ("wait", "mask", "expire"):
+        with pytest.raises(StalenessError) if on_stale in refused else nullcontext():
+            check_bound(meta, step=4, max_staleness=1, on_stale=on_stale)
 
 
 def test_a_lag_above_the_bound_would_show() -> None:
