@@ -267,6 +267,8 @@ class Lifecycle:
         self._connection = Connection(
             self.config, self._loop, check=self._stop_requested.check, learner_only=learner_only
         )
+        if (warning := self._connection.session.exposed_token()) is not None:
+            self.console.info(warning)
         return self._connection
 
     def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:

@@ -4,23 +4,30 @@ them. A new page or block is covered by being there.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import ray
 
+from async_grpo.config.schema import TaskConfig
+from async_grpo.environments.base import Action
+from async_grpo.environments.program import Program
+from async_grpo.environments.tools import with_tools
+from async_grpo.tasks.registry import load_task
 from tests.support import commands
 from tests.support.answering_endpoint import answering_endpoint
-from tests.support.reader import Reader
+from tests.support.reader import Reader, settings
 from tests.support.real_parsers import Incomplete, Refused
 from tests.support.snippets import EXECUTED, LANGUAGES, PAGES, Snippet, of_pages, prose
 
@@ -56,23 +63,73 @@ def token_tensors() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def an_episode() -> Iterator[dict[str, Any]]:
-    """What the program in docs/agents.md finds: a problem, and a policy that knows the answer."""
+    """What the program in docs/agents.md finds: a problem, and a policy that answers. It is played
+    below as a run plays it.
+    """
     pytest.importorskip("openai")  # not where vLLM is missing
-    problem = {"prompt": "What is 6 * 7?", "reference": "42", "seed": 1}
-    printed = io.StringIO()
+    problem = {"prompt": "What is 6 * 7?", "reference": {"answer": "42"}, "seed": 1}
     with (
         answering_endpoint("42") as address,
         mock.patch.dict(os.environ, OPENAI_BASE_URL=address, OPENAI_API_KEY="key"),
         mock.patch.object(sys, "stdin", io.StringIO(json.dumps(problem))),
-        redirect_stdout(printed),
     ):
         yield {"index": {}}  # of the tool `search`
-    told = json.loads(printed.getvalue().splitlines()[-1])
-    assert told == {"rewards": {"correct": 1.0}, "verdict": 1.0}
 
 
 GIVEN = {"docs/algorithms.md": token_tensors, "docs/agents.md": an_episode}
 """What the code of a page takes as given."""
+
+
+def an_agent_scores(blocks: list[Snippet], row: str) -> None:
+    """The program of docs/agents.md in its own task, with rows of both forms."""
+    [posed] = [settings(block.code).task for block in blocks if "my_agent.py]" in block.code]
+    Path("rows.jsonl").write_text(row + '\n{"prompt": "What is 17 + 25?", "answer": 42}\n')
+    Path("held_out.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n')
+    task = load_task(posed, 0)
+    assert isinstance(task, Program)
+    task.check(60.0)
+
+    async def worth(index: int, address: str) -> tuple[float, float | None]:
+        environment = task.environment()
+        problem = task.train(index).reference
+        await environment.reset({**problem, "url": address, "key": f"{address} {index}"}, 0)
+        try:
+            seen = await asyncio.wait_for(environment.step(Action("")), 120)
+        finally:
+            await environment.close()
+        return seen.rewards["correct"], seen.verdict
+
+    async def all_of_them() -> list[tuple[float, float | None]]:
+        with answering_endpoint("42") as right, answering_endpoint("41") as wrong:
+            return await asyncio.gather(worth(0, right), worth(1, right), worth(1, wrong))
+
+    assert asyncio.run(all_of_them()) == [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
+
+
+def a_tool_is_called(blocks: list[Snippet], row: str) -> None:
+    """The function of docs/agents.md, with the schema that its docstring makes."""
+    tool = sys.modules["my_module"]
+    tool.index = SimpleNamespace(find=lambda query: [query] * 5)
+    task = with_tools(load_task(TaskConfig(name="arithmetic"), 0), ["my_module.search"])
+    assert "What to look for." in json.dumps(task.tools)
+    assert tool.search("a") == ["a"] * 3
+
+
+def rows_are_scored(blocks: list[Snippet], row: str) -> None:
+    """The rows of README.md, with its settings."""
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        Path(name).write_text(row if name == "rows.jsonl" else row.replace("17", "18"))
+    [config] = [settings(block.code) for block in blocks if "rows.jsonl" in block.code]
+    task = load_task(config.task, config.seed)
+    problem = task.train(0)
+    assert problem.prompt[0]["content"].startswith("What is 17 + 25?")
+    worth = [task.score(said, problem.reference).verdict for said in ("It is 42.", "It is 43.")]
+    assert worth == [1.0, 0.0]
+
+
+SHOWN = {"docs/agents.md": (an_agent_scores, a_tool_is_called), "README.md": (rows_are_scored,)}
+"""What has come out when the code of a page has been tried. Others are in the tests of their parts:
+docs/extending.md, docs/tasks.md, the environment of docs/agents.md."""
 
 
 def executed(page: str) -> list[Snippet]:
@@ -111,6 +168,9 @@ def test_the_examples_work(page: str, home: Path) -> None:
         with reader.at_work():
             for block in executed(page):
                 reader.read(block)
+            [row] = [one.code for one in SNIPPETS["README.md"] if '"messages"' in one.code]
+            for outcome in SHOWN.get(page, ()):
+                outcome(SNIPPETS[page], row)
 
 
 @pytest.mark.parametrize("page", SNIPPETS)

@@ -36,6 +36,8 @@ from ray._private import ray_constants, services
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.authentication import authentication_token_setup as ray_tokens
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.thirdparty import pynvml
 from ray.util import client
 from ray.util.placement_group import (
@@ -62,6 +64,7 @@ from async_grpo.cluster.placement import (
 )
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, StopRequested
+from async_grpo.runtime.storage import open_to_others
 from async_grpo.runtime.text import one_line
 
 POLL_S = 1.0
@@ -69,6 +72,7 @@ RESERVED_POLL_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
 START_S = 180.0
 """Longest wait for the node of a Ray that is started here."""
+MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 @dataclass
@@ -110,7 +114,7 @@ class RaySession:
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
                 try:
-                    with _own_cluster(check), _session_of_its_own():
+                    with _own_cluster(check), _session_of_its_own(), _own_token():
                         ray.init(
                             address="local",
                             num_cpus=cpus,
@@ -312,6 +316,18 @@ class RaySession:
             for path in own.parent.glob(f"{own.name}*"):
                 path.unlink(missing_ok=True)
 
+    def exposed_token(self) -> str | None:
+        """Say which file protects a cluster that was joined, where every user can read it."""
+        named = os.environ.get(f"{TOKEN}_PATH") or Path.home() / ".ray" / "auth_token"
+        path = Path(named)
+        asked = not self.local and is_token_auth_enabled()
+        if not asked or TOKEN in os.environ or not path.is_file() or not open_to_others(path):
+            return None
+        return (
+            f"warning: every user of this machine can read {path}, the token of this Ray cluster, "
+            f"and can run code in it as you; `chmod 600 {path}` ends that"
+        )
+
     def on_this_node(self) -> dict[str, Any]:
         """Ray actor options for a process beside the driver that needs no reserved resources."""
         return self.on_node(ray.get_runtime_context().get_node_id())
@@ -333,6 +349,8 @@ class RaySession:
         finally:
             if not self.lent:
                 ray.shutdown()
+            if self.local:
+                _read_token()  # whoever uses Ray next in this process has another one
 
     def _remove(self, group: PlacementGroup) -> None:
         if group in self._groups:
@@ -411,6 +429,31 @@ def _session_of_its_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = usual
+
+
+@contextmanager
+def _own_token() -> Iterator[None]:
+    """Let Ray's processes ask for a token that is in their environment alone, which no other user
+    can read, as they can `~/.ray/auth_token`, which Ray would write. One that is set is kept, and
+    so is a mode.
+    """
+    if TOKEN in os.environ or os.environ.get(MODE, "token") != "token":
+        yield
+        return
+    before = os.environ.get(MODE)
+    os.environ |= {MODE: "token", TOKEN: secrets.token_hex(32)}
+    _read_token()
+    try:
+        yield
+    finally:  # what Ray has read stays
+        del os.environ[TOKEN]
+        os.environ.pop(MODE) if before is None else None
+
+
+def _read_token() -> None:
+    """Let Ray read anew, in this process, whether tokens are asked for and which one it has."""
+    ray_tokens.AuthenticationTokenLoader.instance().reset_cache()
+    ray_tokens.Config.initialize("")
 
 
 @ray.remote

@@ -90,9 +90,18 @@ def owner() -> str:
 
 
 def is_gone(owner: str) -> bool:
-    """Whether the process that `owner()` named is known to be gone."""
+    """Whether the process that `owner()` named is known to be gone. One that has ended and that
+    nobody reaps, as in containers, is; one whose first thread alone has ended is not.
+    """
     processes, _, pid = owner.partition(".")
-    return processes == _processes() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+    if processes != _processes() or not pid.isdigit():
+        return False
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] in "ZX" and int(fields[17]) <= 1
 
 
 def own_directory(purpose: str) -> Path:

@@ -34,6 +34,7 @@ from typing import Any
 
 from async_grpo.errors import SetupError
 from async_grpo.runtime import lifetime, stacks
+from async_grpo.runtime.storage import open_to_others
 
 LOCK = "lock.json"
 BEAT_S = 5.0
@@ -67,7 +68,12 @@ class RunLock:
             return False
         self._closing.clear()
         try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if open_to_others(self._run_dir):  # somebody made it so
+                note(
+                    f"other users of this machine can read {self._run_dir}, with its texts and "
+                    f"weights; `chmod 700 {self._run_dir}` ends that"
+                )
             found = self._take(note, check)
         except OSError as error:
             raise SetupError(

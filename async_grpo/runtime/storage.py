@@ -1,5 +1,5 @@
-"""Files that are on the disk when a call returns, with their checksums; and what goes wrong with a
-disk.
+"""Files that are on the disk when a call returns, with their checksums; who can read them; and
+what goes wrong with a disk.
 
 Runs in: any process (standard library only). Hides fsync, chunks, and how libraries word that a
 disk is full.
@@ -48,6 +48,12 @@ def sha256(path: Path) -> str:
     """Hexadecimal digest of a file's contents."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_to_others(path: Path) -> bool:
+    """Whether every user of this machine can read a file, or list a directory."""
+    folders = path.resolve().parents
+    return bool(path.stat().st_mode & 0o004) and all(one.stat().st_mode & 0o001 for one in folders)
 
 
 def settle(path: Path) -> FileSum:

@@ -1,12 +1,14 @@
-"""A cluster that a run starts for itself has no process that nobody needs; in a process of its own,
-as Ray is one per process.
+"""A cluster that a run starts for itself has no process that nobody needs, and a token of its own;
+in a process of its own, as Ray is one per process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,23 +20,52 @@ from async_grpo.cluster.placement import Node
 from async_grpo.errors import SetupError, StopRequested
 from async_grpo.runtime.stopping import Stop
 
+CLIENT = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).internal_kv_put(b"key", b"value", True, None, timeout=10))
+"""
 SCRIPT = """
-import json, psutil, ray
+import json, os, psutil, ray, subprocess, sys
+from pathlib import Path
 from ray._private import parameter
 from async_grpo.cluster.session import RaySession
 usual = parameter.RayParams
 session = RaySession.open(processes=2)
-lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-answer = ray.get(ray.remote(lambda: 42).remote())
+children = psutil.Process().children(recursive=True)
+lines = [" ".join(child.cmdline()) for child in children]
+token = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN"]).remote())
+address = ray.get_runtime_context().gcs_address
+clients = [
+    subprocess.run(
+        [sys.executable, "-c", sys.argv[1], address], env=os.environ | more, capture_output=True
+    ) for more in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
+]
+stranger = [
+    subprocess.run(["cat", f"/proc/{child.pid}/environ"], capture_output=True, user=65534).stdout
+    for child in children if os.geteuid() == 0
+]
 session.close()
-print(json.dumps({"lines": lines, "answer": answer, "restored": parameter.RayParams is usual}))
+print(json.dumps({
+    "lines": lines,
+    "restored": parameter.RayParams is usual and not [n for n in os.environ if "RAY_AUTH" in n],
+    "token": token,
+    "clients": [client.returncode for client in clients],
+    "refused": clients[0].stderr.decode(),
+    "stranger": b"".join(stranger).decode(),
+    "written": [str(path) for path in Path.home().rglob("*token*")],
+}))
 """
 
 
 @pytest.mark.timeout(120)
-def test_a_local_cluster_works_without_autoscaler_and_log_monitor() -> None:
+def test_a_local_cluster_has_a_token_of_its_own_and_no_autoscaler_or_log_monitor(
+    tmp_path: Path,
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, CLIENT],
+        env=kept | {"HOME": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -42,9 +73,54 @@ def test_a_local_cluster_works_without_autoscaler_and_log_monitor() -> None:
         check=True,
     )
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["answer"] == 42 and told["restored"]
+    assert told["restored"] and not told["written"]
+    assert len(told["token"]) == 64 and not [
+        line for line in told["lines"] if told["token"] in line
+    ]
+    assert told["clients"] == [1, 0] and "InvalidAuthToken" in told["refused"]
+    assert not told["stranger"], "another user reads the environment of Ray's processes"
     assert any("raylet" in line for line in told["lines"])
     assert not [line for line in told["lines"] if "log_monitor" in line or "monitor.py" in line]
+
+
+def test_a_token_that_is_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RAY_AUTH_TOKEN", "mine"), ("RAY_AUTH_MODE", "disabled")):
+        with monkeypatch.context() as patched:
+            patched.delenv("RAY_AUTH_TOKEN", raising=False)
+            patched.setenv(name, value)
+            before = dict(os.environ)
+            with session._own_token():
+                assert dict(os.environ) == before
+
+
+def test_a_token_that_every_user_can_read_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "is_token_auth_enabled", lambda: True)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    joined = session.RaySession(local=False)
+    with tempfile.TemporaryDirectory() as folder:  # below one that everybody can enter
+        home = Path(folder)
+        monkeypatch.setenv("HOME", folder)
+        assert joined.exposed_token() is None
+        (home / ".ray").mkdir()
+        token = home / ".ray" / "auth_token"
+        token.write_text("token")  # as Ray writes it
+        token.chmod(0o644)
+        assert joined.exposed_token() is None, "the home directory is closed"
+        home.chmod(0o755)
+        said = joined.exposed_token()
+        assert said is not None and f"`chmod 600 {token}`" in said
+        assert session.RaySession(local=True).exposed_token() is None
+        with monkeypatch.context() as patched:
+            patched.setenv("RAY_AUTH_TOKEN", "another")
+            assert joined.exposed_token() is None
+        token.chmod(0o600)
+        assert joined.exposed_token() is None
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "other"))
+        (home / "other").write_text("token")
+        assert "other" in str(joined.exposed_token())
 
 
 def test_a_node_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

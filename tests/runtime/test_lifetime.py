@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.runtime import lifetime
-from tests.support.waiting import alive, wait_until_gone
+from tests.support.waiting import alive, wait_until, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 CHAIN = """
@@ -86,6 +86,27 @@ def test_a_directory_goes_once_its_owner_is_gone(monkeypatch, tmp_path) -> None:
         and mine.exists()
     )
     assert not lifetime.is_gone(lifetime.owner()) and lifetime.is_gone(f"{processes}.{ended.pid}")
+
+
+def test_a_process_that_nobody_reaps_is_gone_and_one_whose_first_thread_ended_is_not() -> None:
+    processes = lifetime.owner().partition(".")[0]
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    headless = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for process in (ended, headless):
+            stat = Path(f"/proc/{process.pid}/stat")
+            wait_until(lambda stat=stat: ") Z " in stat.read_text(), 30, "the end of a thread")
+        assert lifetime.is_gone(f"{processes}.{ended.pid}")
+        assert not lifetime.is_gone(f"{processes}.{headless.pid}")
+    finally:
+        headless.kill()
+        for process in (ended, headless):
+            process.wait(timeout=30)
 
 
 def test_owners_that_were_killed_just_now_are_waited_for_and_others_are_not(

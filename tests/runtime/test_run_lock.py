@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +55,25 @@ def lock(tmp_path: Path) -> Iterator[Callable[[], RunLock]]:
 
 
 def take(lock: RunLock, notes: list[str] | None = None) -> bool:
-    return lock.acquire(note=(notes or []).append, check=lambda: None)
+    return lock.acquire(note=([] if notes is None else notes).append, check=lambda: None)
+
+
+def test_the_directory_is_made_for_this_user_alone_and_one_that_others_can_read_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # below one that everybody can enter
+        Path(folder).chmod(0o755)
+        made, found = Path(folder) / "made", Path(folder) / "found"
+        found.mkdir(mode=0o755)
+        for run_dir in (made, found):
+            (notes, mine) = [], RunLock(run_dir, lost=print)
+            take(mine, notes)
+            (run_dir / "journal").write_text("text")
+            if os.geteuid() == 0:
+                look = ["cat", run_dir / "journal"]
+                seen = subprocess.run(look, user=65534, capture_output=True, text=True).stdout
+                assert seen == ("text" if run_dir == found else "")
+            assert [f"chmod 700 {found}" in note for note in notes] == [True] * (run_dir == found)
+            mine.release()
+        assert (made.stat().st_mode & 0o777, found.stat().st_mode & 0o777) == (0o700, 0o755)
 
 
 def rewrite(path: Path, **changes: object) -> None:

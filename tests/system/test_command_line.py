@@ -202,6 +202,7 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
             found
         )
         assert not [entry for entry in found if entry[1] in HEAD_PORTS], found
+        assert (home / "run").stat().st_mode & 0o777 == 0o700
         send(process, signal.SIGTERM, group=group)
         assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
     finally:
