@@ -2,6 +2,7 @@
 told to the user, when nothing is done.
 """
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -375,6 +376,18 @@ def test_packages_that_cannot_work_are_left_out(checkout, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     assert overrides("cpu", monkeypatch, compiler=False) == [*harmony, *vision, "reasoning-gym"]
     assert "reasoning-gym" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_one_package_owns_the_files_of_cuda_bindings():
+    """cuda-python 12 ships them too, and what is installed last would win."""
+    owners = {
+        package.name
+        for package in importlib.metadata.distributions()
+        for file in package.files or ()
+        if file.parts[:2] == ("cuda", "bindings")
+    }
+    assert owners == {"cuda-bindings"}
 
 
 def test_other_pythons_get_a_sentence_or_a_better_python(monkeypatch):

@@ -122,6 +122,8 @@ def set_environment(device: str) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # importing joblib would make a semaphore, which stays when the process is killed
     os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
+    # asking torch for a GPU, as the preflight does, makes CUDA unusable in processes forked later
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if device == "cpu":
         # keeps the `uni` executor: one EngineCore child, no second worker process
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

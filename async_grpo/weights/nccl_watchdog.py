@@ -60,6 +60,7 @@ class WatchedGroup:
         self._verify = False
         self._buckets = self._bytes = 0
         self._moved_at = 0.0
+        self._before: tuple[Tensor, Any] | None = None
         self._done = threading.Event()
 
     def begin(self, layout: Layout, *, verify: bool) -> None:
@@ -74,6 +75,7 @@ class WatchedGroup:
     def end(self) -> None:
         """Disarm the watchdog; raises TornTransfer if it fired."""
         self._done.set()
+        self._before = None
         self._raise_if_aborted()
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
@@ -83,6 +85,8 @@ class WatchedGroup:
             self._turn().broadcast(tensor, src=src, stream=stream)
             if self._verify:
                 self._compare(tensor, src=src, stream=stream)
+            if self.rank != src:
+                self._follow(tensor, stream or torch.cuda.current_stream())
         except TransferMismatch:
             raise
         except Exception as error:
@@ -103,6 +107,20 @@ class WatchedGroup:
         """Leave the group (the name is vLLM's)."""
         self._done.set()
         self.abort("the group was left")
+
+    def _follow(self, tensor: Tensor, stream: Any) -> None:
+        """Let what an engine does with a bucket come after what it does with the one before. vLLM
+        loads a layer on the stream of its last bucket: those before may still be on their way over
+        another communicator, and their memory is of another stream, which would use it again.
+
+        A broadcast waits for no more than it did: vLLM calls it when the one before the one before
+        has ended.
+        """
+        if self._before is not None:
+            before, stream_before = self._before
+            stream.wait_stream(stream_before)
+            before.record_stream(stream)
+        self._before = tensor, stream
 
     def _compare(self, tensor: Tensor, *, src: int, stream: Any) -> None:
         data = tensor.reshape(-1).view(torch.uint8)

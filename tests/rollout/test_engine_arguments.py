@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
+from vllm import envs
 from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils import system_utils
 from vllm.v1.executor import ray_utils
 
 from async_grpo.config.schema import Config
 from async_grpo.config.vllm_keys import _BY_OURS, _OWN, NAMES, SPECULATION
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine_arguments import engine_arguments, shared_gpu_share
+from async_grpo.rollout.engine_arguments import engine_arguments, set_environment, shared_gpu_share
 
 GIB = 2**30
 
@@ -111,3 +115,18 @@ def test_a_part_of_a_shared_gpu_that_is_too_small_is_refused() -> None:
     )
     with pytest.raises(SetupError, match=r"needs 7.0 GiB \(weights 1.0, .*3.*may use 6.0 "):
         shared_gpu_share(config, weights=GIB, kv_cache_gb=3.0, gpu_bytes=24 * GIB)
+
+
+def test_an_engines_processes_are_spawned_since_torch_was_asked_for_a_gpu_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside Ray (`evaluate`, `serve`, the preflight), where vLLM forks by default. On CPU its
+    platform says spawn by itself, but later than here.
+    """
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != name})
+    envs.disable_envs_cache()
+    if not torch.cuda.is_initialized():
+        assert system_utils.get_mp_context().get_start_method() == "fork"
+    set_environment("cuda")
+    assert system_utils.get_mp_context().get_start_method() == "spawn"

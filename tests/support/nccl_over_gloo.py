@@ -6,8 +6,8 @@ start. Everything else is real. On a machine with GPUs nothing is replaced.
 
 The doubles are as unforgiving as what they stand for:
 - The root's broadcast returns at once and runs on its stream's thread; `synchronize` waits for it
-  and raises its error. Other ranks block
-  in the call, because on CPU what follows on the stream runs at once.
+  and raises its error. Other ranks block in the call, because on CPU what follows on the stream
+  runs at once; a thread for which it does not (tests/support/gpu_order.py) returns at once too.
 - Operations of one communicator run in the order of the calls, whatever their streams. One
   transfers only when every rank has called it.
 - A peer that dies or leaves is not noticed: the others hang until they call `destroy`, which is
@@ -86,13 +86,13 @@ class Control:
 
     def inject(self, *faults: dict[str, Any]) -> None:
         """Replace the faults by these; none removes them. A fault is `{"kind": ..., "rank": ...}`
-        and perhaps `bucket`, `seconds`.
+        and perhaps `comm`, `bucket`, `seconds`.
 
-        rank: of the communicator, 0 is the sender. bucket: which broadcast of a communicator,
-        counted from 0 since this call; every one if left out. Kinds: `hang` before the bucket until
-        aborted, `stuck` likewise but not abortable, `corrupt` one bit of what a receiver got (the
-        sign of a float in its middle), `exit` the process at once, `slow` by `seconds`,
-        `quiet_abort` (see above).
+        rank: of the communicator, 0 is the sender. comm: its id, if one of several. bucket: which
+        broadcast of a communicator, counted from 0 since this call; every one if left out. Kinds:
+        `hang` before the bucket until aborted, `stuck` likewise but not abortable, `corrupt` one
+        bit of what a receiver got (the sign of a float in its middle), `exit` the process at once,
+        `slow` by `seconds`, `quiet_abort` (see above).
         """
         for fault in faults:
             if fault["kind"] not in FAULTS:
@@ -188,22 +188,33 @@ class Stream:
     def query(self) -> bool:
         return not self._jobs
 
-    def wait_stream(self, other: Stream) -> None:
-        with other._changed:
-            pending = list(other._jobs)[-1:]
-        self.enqueue(lambda: other._wait_for(pending))
-
-    def _wait_for(self, jobs: list[Callable[[], None]]) -> None:
+    def reached(self) -> Callable[[], bool]:
+        """Record an event: the answer says whether all that is enqueued now has run."""
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: not any(job in self._jobs for job in jobs), LIMIT_S
-            ):
+            last = self._jobs[-1] if self._jobs else None
+
+        def reached() -> bool:
+            with self._changed:
+                return last not in self._jobs
+
+        return reached
+
+    def wait_stream(self, other: Stream) -> None:
+        reached = other.reached()
+        if other is not self:
+            self.enqueue(lambda: other._wait_for(reached))
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(reached, LIMIT_S):
                 raise TimeoutError(f"a stream waited {LIMIT_S:g} s for another one")
 
 
 class _Thread(threading.local):
     device = 0
     stream: Stream | None = None
+    gpu: Any = None
+    """A `gpu_order.Gpu`: what follows a broadcast is enqueued as well."""
 
 
 _thread = _Thread()
@@ -242,6 +253,12 @@ def _synchronize(device: Any = None) -> None:
     for stream in list(_streams):
         if stream.index == (_thread.device if device is None else _index(device)):
             stream.synchronize()
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """Nothing without a Gpu: memory of the CPU is free when no job refers to it any more."""
+    if _thread.gpu is not None:
+        _thread.gpu.record_stream(tensor, stream)
 
 
 def _index(device: Any) -> int:
@@ -286,7 +303,9 @@ class GlooCommunicator:
         )
         with self._changed:
             number, self._issued = self._issued, self._issued + 1
-        if src == self.rank:
+        if _thread.gpu is not None:
+            tensor = _thread.gpu.address(tensor)
+        if src == self.rank or _thread.gpu is not None:
             (stream or _current_stream()).enqueue(lambda: self._run(number, tensor, src))
         else:
             self._run(number, tensor, src)
@@ -377,7 +396,9 @@ class GlooCommunicator:
     def _faults(self) -> tuple[int, dict[str, dict[str, Any]]]:
         serial, faults = _read_faults()
         return serial, {
-            fault["kind"]: fault for fault in faults if fault.get("rank", self.rank) == self.rank
+            fault["kind"]: fault
+            for fault in faults
+            if fault.get("rank", self.rank) == self.rank and fault.get("comm", self._id) == self._id
         }
 
     def _next_bucket(self) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -441,6 +462,7 @@ def install() -> None:
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "stream", _stream),
         (torch.cuda, "current_stream", _current_stream),
+        (torch.Tensor, "record_stream", _record_stream),
         (torch.accelerator, "current_device_index", _current_device_index),
         (torch.accelerator, "set_device_index", _set_device_index),
         (torch.accelerator, "synchronize", _synchronize),
