@@ -1,21 +1,22 @@
 """The first hour on a machine with GPUs, as one command: `python -m benchmarks.gpu_check [STAGE
 ...] [--device cpu] [--dir DIRECTORY] [--model PATH]`.
 
-Stages run one after the other, each in processes of its own and with a deadline of ten minutes; one
-that fails does not keep the others from running. At the end comes one table, and one file,
-`gpu-check.json`, with the table, the machine, and the last lines of every stage that failed.
-Nothing here needs MLflow, Ray's dashboard or the hub; with `--model` the stage one_gpu takes a real
-model.
+Stages run one after the other, each in processes of its own, with a deadline of ten minutes, and
+when the memory of the one before is free; one that fails does not keep the others from running. At
+the end comes one table, and one file, `gpu-check.json`, with the table, the machine, and the last
+lines of every stage that failed. Nothing here needs MLflow, Ray's dashboard or the hub; with
+`--model` the stage one_gpu takes a real model.
 
     tests            the tests marked `gpu`
     ipc              the quickstart, engine and learner on one GPU        float32, and in bfloat16
-    nccl             the quickstart, engine and learner on two GPUs
-    senders          the same with two learner ranks that both send       (four GPUs)
     one_gpu          configs/gsm8k_1gpu.yaml: tokens per second, MFU, memory, publications
-    tensor_parallel  an engine of two GPUs answers the problems of `ipc`
-    zero3            the quickstart on two learner ranks with ZeRO-3
+    nccl             the quickstart, engine and learner on two GPUs
+    senders          the same with two learner ranks that both send, and a gigabyte of theirs,
+                     compared bit by bit                                  (four GPUs)
     kill             an engine is killed: the run goes on
     resume           a run is stopped by a signal and continued
+    tensor_parallel  an engine of two GPUs answers the problems of `ipc`
+    zero3            the quickstart on two learner ranks with ZeRO-3
 
 `--device cpu` runs the same commands, smaller, on a machine without a GPU: it tests this script.
 """
@@ -29,31 +30,17 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_machine import Memory, gpus, smi, until_free, used_mib
 from benchmarks.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600.0
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "4090": 165e12,
-    "3090": 71e12,
-}
-"""Dense bfloat16 operations a second by name, from the makers' data sheets."""
 TAIL = 60
 _SELF_CHECK = re.compile(r"by at most ([\d.e+-]+) \(the test moved them by ([\d.]+)\)")
 
@@ -81,59 +68,6 @@ class Result:
     figures: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     tail: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as `nvidia-smi` names it, and its memory in MiB."""
-
-    name: str
-    total_mib: float
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations a second, where it is known."""
-        return next((flops for name, flops in PEAK_FLOPS.items() if name in self.name), None)
-
-
-def gpus() -> list[Gpu]:
-    """The GPUs of this machine, none where there is no driver."""
-    found = []
-    for line in smi("name,memory.total"):
-        name, _, total = line.rpartition(",")
-        found.append(Gpu(name.strip(), float(total)))
-    return found
-
-
-def smi(fields: str) -> list[str]:
-    """Ask `nvidia-smi`; nothing where it is not there."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-class Memory:
-    """The most memory that a GPU had in use inside the block, in MiB, by asking every second."""
-
-    def __enter__(self) -> Memory:
-        self.peak = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while True:
-            self.peak = max([self.peak, *map(float, smi("memory.used"))])
-            if self._over.wait(1.0):
-                return
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=40)
 
 
 class Running:
@@ -167,6 +101,7 @@ class Check:
         self.device, self.directory, self.model = device, directory, model
         self.start: Callable[..., Running] = Running
         self.steps = 30 if device == "cuda" else 4
+        self.used_mib = used_mib()
 
     def command(self, name: str, command: Sequence[str]) -> Done:
         """Run a command; its output is kept in `NAME.log`."""
@@ -266,7 +201,7 @@ def learned(figures: dict[str, Any]) -> dict[str, Any]:
 def gpu_tests(check: Check) -> dict[str, Any]:
     """Run the tests marked `gpu`; without a GPU, a few that have a half on either device."""
     chosen = ["-m", "gpu"] if check.device == "cuda" else ["-k", "cpu", "-m", "not gpu"]
-    paths = ["tests/learner", "tests/weights"]
+    paths = ["tests/learner", "tests/weights", "tests/test_install.py"]
     if check.device == "cpu":
         paths = ["tests/learner/test_attention.py"]
     done = check.command("tests", [sys.executable, "-m", "pytest", "-q", *paths, *chosen])
@@ -305,9 +240,11 @@ def nccl(check: Check) -> dict[str, Any]:
 
 
 def senders(check: Check) -> dict[str, Any]:
-    """Train with two learner ranks that both send, and two engines."""
+    """Train with two learner ranks that both send, and two engines; then let two ranks send more,
+    and unverified.
+    """
     apart = ["cluster.layout=split", "weight_sync.backend=nccl", "weight_sync.senders=every_rank"]
-    return learned(
+    figures = learned(
         check.train(
             "senders",
             QUICKSTART,
@@ -317,6 +254,23 @@ def senders(check: Check) -> dict[str, Any]:
             *for_gpus(check, apart),
         )
     )
+    size = "1" if check.device == "cuda" else "0.001"
+    command = [sys.executable, "-m", "benchmarks.gpu_senders", "--device", check.device]
+    done = check.command("senders-bits", [*command, "--gigabytes", size])
+    found = last_json(done)
+    if found.get("wrong_pieces") or found.get("failed"):
+        raise CheckFailed(
+            f"{found['wrong_pieces']} pieces arrived with other bits than were sent; "
+            f"{found['failed'] or 'no transfer failed'}"
+        )
+    require(done)
+    return figures | {name: found[name] for name in ("gb", "gb_per_s", "wrong_pieces")}
+
+
+def last_json(done: Done) -> dict[str, Any]:
+    """The last line of a command's output that is JSON; nothing where there is none."""
+    lines = [line for line in done.output.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {}
 
 
 def for_gpus(check: Check, settings: list[str]) -> list[str]:
@@ -370,7 +324,10 @@ def throughput(
     gib = config.cluster.engine.kv_cache_gb
     engine = engine_memory(config, shape, device=check.device, kv_cache_gb=gib)
     estimate = rank + engine.weights + (engine.kv_cache or 0) + engine.rest
-    trained = metrics["rollout/response_tokens"] / max(metrics["time/learner_update"], 1e-9)
+    # the metric is the mean of an update, and the step's tokens are divided among its updates
+    updates = config.rollout.rollout_batch_size // config.mini_batch_groups
+    update_s = max(metrics["time/learner_update"], 1e-9)
+    trained = metrics["rollout/response_tokens"] / updates / update_s
     nbytes = shape.parameters * (2 if check.device == "cuda" else 4)
     figures = {
         "parameters": shape.parameters,
@@ -436,7 +393,7 @@ def tensor_parallel(check: Check) -> dict[str, Any]:
         ],
     )
     require(done)
-    found = json.loads(next(line for line in done.output.splitlines() if line.startswith("{")))
+    found = last_json(done)
     accuracy = check.metrics("ipc-float32").get("eval/accuracy_greedy")
     return {"accuracy": found["eval/accuracy_greedy"], "accuracy of the run": accuracy}
 
@@ -501,24 +458,28 @@ class Stage:
 STAGES = {
     "tests": Stage(gpu_tests),
     "ipc": Stage(ipc),
+    "one_gpu": Stage(one_gpu),
     "nccl": Stage(nccl, gpus=2),
     "senders": Stage(senders, gpus=4),
-    "one_gpu": Stage(one_gpu),
-    "tensor_parallel": Stage(tensor_parallel, gpus=2),
-    "zero3": Stage(zero3, gpus=2),
     "kill": Stage(kill),
     "resume": Stage(resume),
+    "tensor_parallel": Stage(tensor_parallel, gpus=2),
+    "zero3": Stage(zero3, gpus=2),
 }
 
 
 def run_stage(name: str, check: Check, found: int) -> Result:
     """Run a stage, whatever becomes of it. found: GPUs of this machine."""
-    stage, started = STAGES[name], time.monotonic()
+    stage = STAGES[name]
     if check.device == "cuda" and found < stage.gpus:
         reason = f"needs {stage.gpus} GPU{'s' * (stage.gpus > 1)}, there {'is' * (found == 1)}"
         return Result(name, "left out", 0.0, reason=f"{reason}{'are' * (found != 1)} {found}")
+    left = until_free(check.used_mib)
+    started = time.monotonic()
     try:
         figures = stage.work(check)
+        if left:
+            figures["memory_left_by_others_mib"] = round(left)
     except Exception as error:  # noqa: BLE001 - the others go on
         text = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
         return Result(
@@ -567,7 +528,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = Check(device=arguments.device, directory=directory.absolute(), model=arguments.model)
     directory.mkdir(parents=True)
     about = f"{machine('torch', 'vllm', 'deepspeed', 'ray', 'transformers')}; " + (
-        ", ".join(f"{one.name} ({one.total_mib:,.0f} MiB)" for one in here) or "no GPU"
+        ", ".join(map(str, here)) or "no GPU"
     )
     print(about, flush=True)
     results = []

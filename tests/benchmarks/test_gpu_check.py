@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from async_grpo.config.load import load_config
-from benchmarks import gpu_check
-from benchmarks.gpu_check import STAGES, Check, CheckFailed, Gpu, Result, Running, run_stage
+from benchmarks import gpu_check, gpu_machine
+from benchmarks.gpu_check import STAGES, Check, CheckFailed, Result, Running, run_stage
+from benchmarks.gpu_machine import Gpu, Memory, number, until_free, visible
 
 PRINTED = (
     "weights arrive: after a test publication the engines' log-probs differ from the learner's by "
@@ -34,6 +35,7 @@ LINE = {
     "time/learner_update": 2.0,
     "cluster/restarts": 1.0,
 }
+SENT = {"failed": "", "gb": 1.0, "gb_per_s": 20.0}
 
 
 class Commands:
@@ -43,6 +45,7 @@ class Commands:
 
     def __init__(self, *, code: int = 0, lines: list[dict[str, float]] | None = None) -> None:
         self.seen: list[list[str]] = []
+        self.wrong_pieces = 0
         self._code = code
         self._lines = lines or [
             LINE | {"replay/steps": float(step), "goodput/generated": 100.0 * step, "time": step}
@@ -66,6 +69,8 @@ class Commands:
             (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
         elif "async_grpo.evaluate" in command:
             output = 'evaluating ...\n{"eval/accuracy_greedy": 0.5}\n'
+        elif "benchmarks.gpu_senders" in command:
+            output = f"Loading\n{json.dumps(SENT | {'wrong_pieces': self.wrong_pieces})}\n"
         elif "pytest" in command:
             output = "...\n12 passed, 3 deselected in 4.00s\n"
         return Ended(self._code, output)
@@ -98,7 +103,7 @@ def check_of(tmp_path: Path, commands: Commands, *, device: str = "cuda") -> Che
 @pytest.fixture
 def child() -> Any:
     """A process that is called like an engine's, below this one."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "EngineCore"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "EngineCore"])
     yield process
     process.kill()
     process.wait(10)
@@ -111,7 +116,8 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
         "name,memory.total": ["NVIDIA H100 80GB HBM3, 81559"] * 8,
         "memory.used": ["70000", "1"],
     }
-    monkeypatch.setattr(gpu_check, "smi", lambda fields: answers.get(fields, ["0, x"]))
+    for module in (gpu_check, gpu_machine):
+        monkeypatch.setattr(module, "smi", lambda fields: answers.get(fields, ["0, x"]))
 
 
 def settings_of(command: list[str]) -> dict[str, str]:
@@ -132,7 +138,9 @@ def test_every_stage_passes_where_its_commands_do(
     assert {name: one.reason for name, one in results.items() if one.outcome != "passed"} == {}
     assert results["ipc"].figures["bfloat16 self_check_error"] == 0.011
     assert results["ipc"].figures["float32 accuracy"] == 0.5
-    assert results["one_gpu"].figures["learner_tokens_per_s"] == 2000
+    # 4,000 tokens in two updates of 2 s each
+    assert results["one_gpu"].figures["learner_tokens_per_s"] == 1000
+    assert results["senders"].figures["gb_per_s"] == 20.0
     assert results["one_gpu"].figures["engine_tokens_per_s"] == 100
     assert results["one_gpu"].figures["memory_peak_mib"] == 70000
     assert results["one_gpu"].figures["learner_mfu"] >= 0
@@ -173,6 +181,14 @@ def test_what_should_have_happened_is_asked_for(tmp_path: Path, child: Any) -> N
 
 def ended(*_: Any) -> None:
     raise CheckFailed("the run did not reach step 2")
+
+
+def test_other_bits_than_were_sent_fail_the_stage(tmp_path: Path) -> None:
+    commands = Commands(code=1)
+    commands.wrong_pieces = 3
+    check = check_of(tmp_path, commands)
+    check.train = lambda *_: {"metrics": {}}  # type: ignore[method-assign]
+    assert "3 pieces arrived with other bits" in run_stage("senders", check, 4).reason
 
 
 def test_a_bug_in_a_stage_is_a_failed_stage(
@@ -224,6 +240,54 @@ def test_the_peak_of_known_gpus() -> None:
     assert Gpu("Something else", 1).peak_flops is None
 
 
+def test_only_visible_gpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script stands for `nvidia-smi`, and says what it was asked for."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\necho "$*, 81559"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [everyone] = gpu_machine.gpus()
+    assert "--id" not in everyone.name and everyone.total_mib == 81559
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    [ours] = gpu_machine.gpus()
+    assert ours.name.endswith("--id=2,5")
+    for none in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert gpu_machine.gpus() == []
+    assert visible("0, GPU-8a,-1,3") == ["0", "GPU-8a"]
+
+
+def test_memory_that_a_gpu_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert number(" [N/A]") is None and number(" 81559") == 81559
+    answers = {"name,memory.total": ["NVIDIA GB10, [N/A]"], "memory.used": ["[N/A]"]}
+    monkeypatch.setattr(gpu_machine, "smi", lambda fields: answers[fields])
+    [gpu] = gpu_machine.gpus()
+    assert gpu == Gpu("NVIDIA GB10", None) and str(gpu) == "NVIDIA GB10 (memory unknown)"
+    with Memory() as memory:
+        pass
+    assert memory.peak == 0
+    assert until_free([0.0]) == 0
+
+
+def test_a_stage_begins_when_the_memory_of_the_one_before_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = [["10", "3"], ["10", "60000"], ["10", "9000"], ["100", "400"]]
+    monkeypatch.setattr(
+        gpu_machine, "smi", lambda _: readings.pop(0) if len(readings) > 1 else readings[0]
+    )
+    before = gpu_machine.used_mib()
+    assert until_free(before, pause_s=0.0) == 0 and readings == [["100", "400"]]
+    readings[:] = [["10", "5003"]]
+    assert until_free(before, limit_s=0.05, pause_s=0.01) == 5000
+    check = check_of(tmp_path, Commands())
+    check.used_mib = before
+    monkeypatch.setattr(gpu_check, "until_free", lambda held: held[1])
+    monkeypatch.setitem(STAGES, "ipc", gpu_check.Stage(lambda _: {}))
+    assert run_stage("ipc", check, 1).figures == {"memory_left_by_others_mib": 3}
+
+
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if gpu_check.gpus():
         pytest.skip("there is one")
@@ -263,7 +327,7 @@ def test_memory_is_the_highest_that_was_seen(monkeypatch: pytest.MonkeyPatch) ->
             return readings[0]
         return readings.pop(0)
 
-    monkeypatch.setattr(gpu_check, "smi", smi)
-    with gpu_check.Memory() as memory:
+    monkeypatch.setattr(gpu_machine, "smi", smi)
+    with Memory() as memory:
         assert seen.wait(10)
     assert memory.peak == 900
