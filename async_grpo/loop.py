@@ -167,6 +167,7 @@ class Loop:
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
+        self.scores: list[float] = []
         self.time = TimeByCause(LEARNER_CAUSES)
         """What the learner spends its time on, from the first thing it is asked to do."""
         self._line: dict[str, float] = {}
@@ -347,6 +348,7 @@ class Loop:
     def _count(self, wall: float, metrics: dict[str, float]) -> None:
         """Add a step that was trained for the first time to what the summary shows."""
         self.durations.append(wall)
+        self.scores.append(metrics["rollout/score"])
         self.tokens += int(metrics["rollout/response_tokens"])
         # absent when no token of the batch is in the loss
         self.lag_sum += metrics.get("train/lag_mean", 0.0)

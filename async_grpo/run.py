@@ -38,6 +38,7 @@ from async_grpo.errors import (
     StopRequested,
 )
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.run_log import nothing_to_learn
 from async_grpo.plan.forecast import compared
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.text import counted, duration, without_colours
@@ -45,6 +46,7 @@ from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
     from async_grpo.cluster.system import System
+    from async_grpo.loop import Loop
     from async_grpo.trainer import Trainer
 
 
@@ -380,6 +382,7 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
     steps, spent = len(loop.durations), LearnerTime.between({}, loop.latest, tokens=loop.tokens)
     seconds = max(spent.total, 1e-9)
     rows = [
+        ("score", _scores(loop)),
         (
             "learner steps",
             f"{steps} in {duration(seconds)} ({seconds / max(steps, 1):.2f} s each); "
@@ -404,6 +407,16 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
         ("learner time", _learner_time(spent)),
     ]
     return [(label + _scope(trainer, "this start"), text) for label, text in rows]
+
+
+def _scores(loop: Loop) -> str:
+    """Say how the reward went, from the first tenth of the steps to the last."""
+    if not loop.scores:
+        return "no step was trained"
+    part = max(1, len(loop.scores) // 10)
+    first, last = (sum(some) / part for some in (loop.scores[:part], loop.scores[-part:]))
+    flat = "; the last step had nothing to learn from: no response better than its group's others"
+    return f"{first:.2f} -> {last:.2f}" + flat * nothing_to_learn(loop.latest)
 
 
 def _learner_time(spent: LearnerTime) -> str:

@@ -543,7 +543,12 @@ def fake_trainer(
     settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0
 ) -> SimpleNamespace:
     loop = SimpleNamespace(
-        durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, latest={}
+        durations=[1.0] * steps,
+        scores=[0.1 * one for one in range(steps)],
+        tokens=1000,
+        lag_sum=lags,
+        lag_max=1.0,
+        latest={},
     )
     seconds = {"working": 2.0, "starved": 1.0, "other": 1.0}
     loop.latest = {f"time/learner/{cause}": spent for cause, spent in seconds.items()}
@@ -568,6 +573,7 @@ def fake_trainer(
 def test_summary_says_what_happened_and_how_to_go_on() -> None:
     text = dict(summarise(fake_trainer(config(run={"total_steps": 4})), Path("/runs/r/c")))
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
+    assert text["score"] == "0.00 -> 0.30"
     assert text["staleness"] == "mean 0.50, largest 1 learner step (bound 2)"
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
     assert (

@@ -62,7 +62,7 @@ def _truncate(ratios: Ratios) -> Tensor:
 def _mask(ratios: Ratios) -> Tensor:
     """0 outside [lower, upper] (IcePop, masked importance sampling)."""
     inside = (ratios.ratio >= ratios.lower) & (ratios.ratio <= ratios.upper)
-    return torch.where(inside, ratios.ratio, 0)
+    return ratios.ratio * inside  # NaN stays NaN
 
 
 @torch.no_grad()
@@ -179,7 +179,8 @@ def rejection_mask(
         kept &= found >= lower
     if upper is not None:
         kept &= found <= upper
-    return (~valid | kept).to(torch.promote_types(anchor_logprobs.dtype, torch.float32))
+    kept = torch.where(valid, kept + 0 * found, 1)  # NaN where a score is not finite
+    return kept.to(torch.promote_types(anchor_logprobs.dtype, torch.float32))
 
 
 @torch.no_grad()

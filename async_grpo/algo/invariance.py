@@ -53,16 +53,20 @@ def unseen_levels(
     std_level: str,
     gamma: float,
     whiten: bool | str,
+    masked: bool,
     kl: bool,
     clip: bool,
 ) -> tuple[Levels, Levels]:
     """Return whose mean subtracted from the rewards, and whose deviation dividing them, leave the
-    advantages as they are (up to the EPSILON beside a deviation). `kl`, `clip`: whether normalised
-    rewards pay for a KL, or are clipped; the others as in `compute_advantages`.
+    advantages as they are (up to the EPSILON beside a deviation). `masked`: whether some rows may
+    leave the loss; `kl`, `clip`: whether normalised rewards pay for a KL, or are clipped; the
+    others as in `compute_advantages`.
     """
     if clip:
         return NONE, NONE
-    whitened = bool(whiten or traits.whitens) and whiten != "keep_mean"
+    # over all tokens, the mean of a baseline that weighs by length is 0: there is none to keep
+    kept = whiten == "keep_mean" and (masked or not traits.lengths)
+    whitened = bool(whiten or traits.whitens) and not kept
     scored = traits.scale == "vanishes" and (norm_by_std or not traits.divides)
     mean = EVERY if traits.shift == "vanishes" else NONE
     std = EVERY if scored else NONE

@@ -63,10 +63,12 @@ class Clip:
                 "rate must be at least 0 (exponential: at most 1) and the floor between 0 and 1, "
                 "so that the interval never widens with lag"
             )
-        if self.low < 0 or self.high < 0 or (self.dual is not None and self.dual <= 1):
+        dual = 2.0 if self.dual is None else self.dual
+        if not (0 <= self.low <= 1 and 0 <= self.high < math.inf and 1 < dual < math.inf):
             raise ValueError(
-                f"clip widths {self.low} and {self.high} must not be negative and the dual clip "
-                f"{self.dual} must exceed 1"
+                f"clip widths {self.low} and {self.high} with a dual clip {self.dual}; the lower "
+                "width must be between 0 and 1, the upper one finite and at least 0, and the dual "
+                "clip finite and above 1"
             )
 
 
@@ -338,7 +340,8 @@ def policy_loss(
     needed by losses with the trait `rows` and by `opmd` at level "sequence". `selection` comes from
     `select_tokens` and is needed by losses with the trait `selects`: bool tokens, or a float bound.
     `options` are the constants of the loss; None is their defaults. Where `loss_mask` is 0 the loss
-    and its gradient are exactly 0. Diagnostics: `log_ratio` (current - anchor, not clamped),
+    and its gradient are exactly 0; elsewhere a log-prob that is not finite makes the loss NaN.
+    Diagnostics: `log_ratio` (current - anchor, not clamped),
     `ratio` (the response's, on each of its tokens, where the loss has one), and the bool tensors
     `clipped_low`, `clipped_high` (the loss took the bound, by negative and positive advantage) and
     `dual_clipped`. Raises ValueError for an unknown name, a shape mismatch, a missing row index or
@@ -362,6 +365,7 @@ def policy_loss(
     if weights is not None:
         check_shapes(logprobs, weights=weights)
         loss = loss * torch.where(terms.valid, weights.detach().to(loss.dtype), 0)
+    loss = loss + 0 * terms.difference.detach()  # what clips an infinite ratio must not hide it
     nothing = torch.zeros_like(terms.valid)
     diagnostics = {
         "log_ratio": terms.difference,

@@ -91,7 +91,7 @@ def select_tokens(
     the ranks; `gather` joins 1-D tensors of different lengths from all ranks, in the same order on
     each; None: there is one process. Every rank calls them equally often. clip_cov and kl_cov use
     cov = (A - mean A)(current - mean current), with means over all N valid tokens, and select
-    max(1, int(ratio N)) (arXiv 2505.22617); see `_candidates` and `_second_moment_bound`. Raises
+    `counted_share` of them (arXiv 2505.22617); see `_candidates` and `_second_moment_bound`. Raises
     ValueError for a name that selects nothing, or a shape mismatch.
     """
     selecting = POLICY_LOSSES.where(lambda traits: traits.selects)
@@ -115,7 +115,7 @@ def select_tokens(
         return torch.full_like(terms.log_ratio, _second_moment_bound(terms, gather))
     covariance, total = _covariance(terms, reduce)
     candidates, keys = _candidates(name, terms, covariance)
-    count, selected = max(1, int(terms.options.ratio * total)), torch.zeros_like(candidates)
+    count, selected = counted_share(terms.options.ratio, total), torch.zeros_like(candidates)
     selected[candidates] = _lowest(keys[candidates], hashes[candidates], count=count, gather=gather)
     return selected
 
@@ -130,7 +130,7 @@ def select_top_share(
     reduce: SelectionCollective | None = None,
     gather: SelectionCollective | None = None,
 ) -> Tensor:
-    """Which tokens are among the max(1, int(share N)) with the largest values of all N valid
+    """Which tokens are among the `counted_share`(share, N) with the largest values of all N valid
     tokens, equal ones by smaller hash: bool, in the shape of `values`. The other arguments are as
     for `select_tokens`. Raises ValueError for a share outside (0, 1], or a shape mismatch.
     """
@@ -141,9 +141,16 @@ def select_top_share(
     total = int((reduce or _alone)(valid.sum(dtype=torch.float64).reshape(1)))
     selected, keys = torch.zeros_like(valid), -values[valid].double()
     selected[valid] = _lowest(
-        keys, hashes[valid], count=max(1, int(share * total)), gather=gather or _alone
+        keys, hashes[valid], count=counted_share(share, total), gather=gather or _alone
     )
     return selected
+
+
+def counted_share(share: float, total: int) -> int:
+    """Return how many of `total` tokens a share is: at least 1, and rounded down, but a product
+    within float error of a whole number is that number (0.29 of 100 is 29).
+    """
+    return max(1, int(share * total * (1 + 1e-12)))
 
 
 def _candidates(name: str, terms: Terms, covariance: Tensor) -> tuple[Tensor, Tensor]:

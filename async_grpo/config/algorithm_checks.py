@@ -323,6 +323,7 @@ def _levels(algorithm: Algorithm, traits: EstimatorTraits) -> Iterator[str]:
         std_level=algorithm.adv_std_level,
         gamma=algorithm.gamma,
         whiten=whiten,
+        masked=algorithm.mask_truncated,
         kl=algorithm.add_token_level_kl,
         clip=algorithm.reward_clip_after is not None,
     )

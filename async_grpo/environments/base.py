@@ -7,11 +7,11 @@ msgpack; an environment never sees whether, or with which weights, its episode i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from numbers import Real
 from typing import Any, Protocol, runtime_checkable
+
+from async_grpo.runtime.numbers import checked_verdict, finite
 
 Content = str | list[dict[str, Any]] | list[int]
 """Chat messages for the model's template, text, or token ids."""
@@ -109,7 +109,7 @@ def check_observation(value: object, components: Mapping[str, float]) -> Observa
         value.content,
         _numbers("rewards", value.rewards),
         value.done,
-        None if value.verdict is None else _number("verdict", value.verdict),
+        checked_verdict(value.verdict),
         value.invalid,
         _numbers("metrics", value.metrics),
     )
@@ -143,13 +143,4 @@ def _check_content(content: object) -> None:
 def _numbers(name: str, values: object) -> dict[str, float]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise TypeError(f"{name} must be numbers by name, got {values!r:.60}")
-    return {key: _number(f"{name}[{key!r:.40}]", value) for key, value in values.items()}
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
-    return number
+    return {key: finite(f"{name}[{key!r:.40}]", value) for key, value in values.items()}

@@ -419,7 +419,11 @@ def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
         yield "algorithm.adv_estimator", "grpo", f"{own} is gae, which needs a critic"
     if str(source.find("add_token_level_kl")).lower() == "true":
         yield "algorithm.kl_ctrl.kl_coef", 0.2, own
-    yield "algorithm.loss_agg_mode", "seq-mean-token-mean", own
+    yield (
+        "algorithm.loss_agg_mode",
+        "seq-mean-token-mean",
+        f"{own} in 0.3; before, seq-mean-token-sum",
+    )
     clip = source.number("pg_clip", 0.2)
     for side in ("low", "high"):
         yield f"algorithm.clip_ratio_{side}", clip, own

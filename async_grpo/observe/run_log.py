@@ -16,6 +16,7 @@ from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.saver import Saver
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.runtime.text import shortened
 
 if TYPE_CHECKING:  # Ray takes a second to import
     from async_grpo.cluster.prometheus import Exported
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # Ray takes a second to import
 
 WRONG_SAMPLER = 0.1
 """Mean difference of log-probs that no number format explains: bfloat16 has some hundredths."""
+FLAT_STEPS = 3
+"""Learner steps in a row without anything to learn from before that is said."""
 
 
 class RunLog:
@@ -37,6 +40,9 @@ class RunLog:
         self.total_steps = 0
         """What is shown as the last step."""
         self._told_sampler = False
+        self._flat_steps = 0
+        """Learner steps in a row whose rewards taught nothing; below 0 once that was said."""
+        self._example = ""
         self.newest_step = 0
         """Learner step of the newest metrics that count: a repeated one up to it is not new."""
 
@@ -65,6 +71,8 @@ class RunLog:
         if self.gauges is not None:
             self.gauges.update(step, metrics)
         self._console.logged(step, self.total_steps, metrics)
+        if "train/loss" in metrics:
+            self._look_for_signal(step, metrics)
         error = metrics.get("weights/sampler_error", 0.0)
         if error > WRONG_SAMPLER and not self._told_sampler:
             self._told_sampler = True
@@ -76,6 +84,7 @@ class RunLog:
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Record responses, a row each."""
+        self._example = next((str(one.get("response", "")) for one in rows), self._example)
         if self.tracker is not None:
             self.tracker.log_samples(rows)
 
@@ -94,3 +103,32 @@ class RunLog:
         self.newest_step = step
         if self.saver is not None:
             self.saver.saved_at = None
+
+    def _look_for_signal(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that no response is better than the others of its group."""
+        if self._flat_steps < 0:
+            return
+        self._flat_steps = self._flat_steps + 1 if nothing_to_learn(metrics) else 0
+        if self._flat_steps < FLAT_STEPS:
+            return
+        self._flat_steps = -1
+        example = " ".join(self._example.split())
+        helps = "harder problems"
+        if metrics.get("rollout/all_right_groups") != 1:
+            helps = (
+                "a reward that such a response can get (task jsonl: task.options.match=contains), "
+                f"a larger rollout.response_length ({metrics.get('rollout/truncated', 0):.0%} "
+                "were cut off), easier problems"
+            )
+        self.note(
+            f"warning: steps {step - FLAT_STEPS + 1} to {step}: nothing can be learnt, because all "
+            f"responses of each group have the same reward (score "
+            f"{metrics.get('rollout/score', 0):.2f}); what helps: {helps}"
+            + (f"; one of them: {shortened(example, 300)!r}" if example else "")
+        )
+
+
+def nothing_to_learn(metrics: Mapping[str, float]) -> bool:
+    """Whether no group of a learner step has a better response, and no advantage is left."""
+    flat = metrics.get("rollout/zero_std_groups") == 1
+    return flat and metrics.get("train/advantage_abs_max", 0.0) < 1e-6

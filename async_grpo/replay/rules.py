@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.algo.filters import FilterRule, filter_reason
@@ -190,6 +191,10 @@ def problem_of(
         return f"{greedy} baseline rollouts instead of {int(baseline)}"
     if meta.policy_version != ticket.policy_version:
         return f"ticket version {meta.policy_version} instead of {ticket.policy_version}"
+    if wrong := {row.verdict for row in meta.rows} - {None, 0.0, 1.0}:
+        return f"a verdict of {wrong.pop()}, which is neither 0 nor 1"
+    if any(later < one for row in meta.rows for (one, _), (later, _) in pairwise(row.versions)):
+        return "a token of an older version than the one before it"
     versions = [version for row in meta.rows for version, _ in row.versions]
     oldest, newest = min(versions), max(versions)
     if oldest < ticket.policy_version:

@@ -8,15 +8,14 @@ to a child (`Problem.reference`, `Score`) is plain enough for msgpack.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
 
 from async_grpo.config import schema
+from async_grpo.runtime.numbers import checked_verdict, finite
 
 Prompt = str | list[dict[str, str]]
 Options = TypeVar("Options", bound=BaseModel)
@@ -144,7 +143,7 @@ def check_score(score: object, components: Collection[str], counted: Collection[
             f"score() must return the components {sorted(components)}, got {score.rewards!r}"
         )
     rewards = {
-        name: None if value is None else _finite(name, value)
+        name: None if value is None else finite(name, value)
         for name, value in score.rewards.items()
     }
     if all(rewards[name] is None for name in counted or components):
@@ -152,13 +151,4 @@ def check_score(score: object, components: Collection[str], counted: Collection[
             f"score() has no value for any of {sorted(counted or components)}; a response needs "
             "one of the components that have a weight"
         )
-    return Score(rewards, None if score.verdict is None else _finite("verdict", score.verdict))
-
-
-def _finite(name: str, value: object) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
-    return number
+    return Score(rewards, checked_verdict(score.verdict))

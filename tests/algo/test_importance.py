@@ -559,3 +559,21 @@ def test_row_weights_of_empty_steps_and_wrong_arguments() -> None:
         row_weights("token-mean", [1, 2], max_response_length=4, group_index=[1, 1, 2])
     with pytest.raises(ValueError, match="negative"):
         row_weights("token-mean", [-1], max_response_length=4)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_weights_of_a_nan_are_nan_and_reject_nothing_silently(mode: str) -> None:
+    anchor, zeros, mask = torch.tensor([[math.nan, -1.0]]), torch.zeros(1, 2), torch.ones(1, 2)
+    weights = importance_weights(
+        anchor, zeros, mask, level="token", mode=mode, lower=0.5, upper=2.0
+    )
+    assert weights.isnan().tolist() == [[True, False]]
+    for score in ("w", "k3", "difference"):
+        kept = rejection_mask(
+            anchor, zeros, mask, score=score, reduce="token", lower=-9.0, upper=9.0
+        )
+        assert kept.isnan().tolist() == [[True, False]] and kept[0, 1] == 1
+        masked = rejection_mask(
+            anchor, zeros, torch.tensor([[0, 1]]), score=score, reduce="mean", upper=9.0
+        )
+        assert masked.tolist() == [[1, 1]]

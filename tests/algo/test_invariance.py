@@ -60,6 +60,7 @@ def surroundings(estimator: str) -> Iterator[dict[str, Any]]:
     whitenings: list[dict[str, Any]] = [
         {},
         {"whiten_advantages": True},
+        {"whiten_advantages": "keep_mean"},
         {"whiten_advantages": "keep_mean", "mask_truncated": True},
     ]
     discounts: list[dict[str, Any]] = [{}, {"gamma": 0.9}] if traits.returns else [{}]

@@ -569,6 +569,26 @@ def test_diagnostics_say_which_side_was_clipped() -> None:
     assert torch.equal(gradient(loss.sum(), log_ratio) == 0, clipped)
 
 
+@by_loss
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("key", ["logprobs", "anchor_logprobs"])
+def test_a_log_prob_that_is_not_finite_never_gives_a_finite_loss(
+    variant: str, bad: float, key: str
+) -> None:
+    """Not where a clip or a weight of 0 would hide it: the learner ends a step by its loss."""
+    for advantage in (-1.0, 0.0, 1.0):
+        case, extra = example(variant, 1, 2, 3)
+        case |= {"loss_mask": torch.ones(2, 3), "advantages": torch.full((2, 3), advantage)}
+        case[key] = case[key].detach().clone()
+        case[key][0, 1] = bad
+        weights = torch.ones(2, 3, dtype=F64)
+        weights[0, 1] = 0
+        loss, _ = policy_loss(
+            VARIANTS[variant][0], **case, clip=Clip(0.2, 0.2), weights=weights, **extra
+        )
+        assert not loss[0, 1].isfinite()
+
+
 def test_losses_refuse_wrong_settings() -> None:
     for wrong in (
         {"kind": "linear"},
@@ -579,6 +599,9 @@ def test_losses_refuse_wrong_settings() -> None:
     ):
         with pytest.raises(ValueError):
             Clip(0.2, 0.2, **wrong)
+    for low, high in ((math.nan, 0.2), (2.0, 0.2), (-0.1, 0.2), (0.2, math.inf), (0.2, math.nan)):
+        with pytest.raises(ValueError, match=f"clip widths {low} and {high} "):
+            Clip(low, high)
     case = tokens(0, 4)
     with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'.*ppo_clip"):
         policy_loss("ppo", **case, clip=Clip(0.2, 0.2))

@@ -5,6 +5,7 @@ draws.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from async_grpo.algo.catalog import ClipCov, KlCov, M2po
 from async_grpo.algo.losses import Clip, policy_loss
-from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
+from async_grpo.algo.selection import counted_share, select_tokens, select_top_share, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
 from tests.support.thread_ranks import Collective, Ranks
 
@@ -33,6 +34,11 @@ def step(seed: int, size: int) -> dict[str, Tensor]:
     del case["behavior_logprobs"]
     index = torch.arange(size)
     return case | {"hashes": token_hashes(seed, 3, index // 8, index // 4 % 2, index % 4)}
+
+
+def fraction_of(share: float, total: int) -> int:
+    """A share as it is written, rounded down: 0.29 of 100 is 29."""
+    return max(1, int(Fraction(share).limit_denominator(10**6) * total))
 
 
 def slow_selection(
@@ -56,7 +62,7 @@ def slow_selection(
     mean_a, mean_cur = (math.fsum(of[t] for t in valid) / max(len(valid), 1) for of in (a, cur))
     cov = {t: (a[t] - mean_a) * (cur[t] - mean_cur) for t in valid}
     if name == "kl_cov":
-        count = max(1, int(options.ratio * len(valid)))
+        count = fraction_of(options.ratio, len(valid))
         chosen = sorted(valid, key=lambda t: (-cov[t], hashes[t]))[:count]
     else:
         candidates = []
@@ -68,7 +74,7 @@ def slow_selection(
             if options.lower < cov[t] < options.upper and not bounded:
                 candidates.append(t)
         chosen = sorted(candidates, key=lambda t: hashes[t])[
-            : max(1, int(options.ratio * len(valid)))
+            : fraction_of(options.ratio, len(valid))
         ]
     return [t in chosen for t in range(len(cur))]
 
@@ -163,6 +169,19 @@ def test_rows_give_the_same_selection_as_packed_tokens(name: str) -> None:
     assert torch.equal(padded, packed.reshape(4, 6))
 
 
+@pytest.mark.parametrize("share", [0.29, 0.57, 0.58, 0.07, 0.14, 0.9999])
+def test_a_share_of_tokens_is_not_rounded_down_for_float_error(share: float) -> None:
+    for total in (1, 99, 100, 10_000, 10_000_000):
+        assert counted_share(share, total) == fraction_of(share, total)
+    case = step(1, 100) | {"loss_mask": torch.ones(100)}
+    top = select_top_share(
+        case["advantages"], case["loss_mask"], share=share, hashes=case["hashes"]
+    )
+    bare, clip = KlCov(ratio=share), Clip(0.2, 0.2)
+    chosen = select_tokens("kl_cov", **case, clip=clip, options=bare)
+    assert top.sum() == chosen.sum() == fraction_of(share, 100)
+
+
 @given(seed=seeds, size=st.integers(0, 60), count=st.integers(1, 3), share=st.floats(0.01, 1))
 @fast
 def test_the_top_share_is_the_slow_loop_on_any_ranks(
@@ -173,7 +192,7 @@ def test_the_top_share_is_the_slow_loop_on_any_ranks(
     valid = [t for t in range(size) if case["loss_mask"][t]]
     values = (case["advantages"] * 2).round().to(F64)
     order = sorted(valid, key=lambda t: (-float(values[t]), int(case["hashes"][t])))
-    wanted = set(order[: max(1, int(share * len(valid)))])
+    wanted = set(order[: fraction_of(share, len(valid))])
     values = torch.where(case["loss_mask"] != 0, values, math.nan)
     owner = torch.randint(0, count, (size,), generator=torch.Generator().manual_seed(seed))
     mine = [(owner == rank).nonzero().flatten() for rank in range(count)]
@@ -195,7 +214,7 @@ def test_the_top_share_is_the_slow_loop_on_any_ranks(
     rows = torch.stack([values, values]), torch.stack([case["loss_mask"]] * 2)
     hashes = torch.stack([case["hashes"], case["hashes"] + 2**62])
     padded = select_top_share(*rows, share=share / 2, hashes=hashes)
-    assert padded.sum() == min(max(1, int(share / 2 * 2 * len(valid))), 2 * len(valid))
+    assert padded.sum() == min(fraction_of(share, len(valid)), 2 * len(valid))
     with pytest.raises(ValueError, match="share 0"):
         select_top_share(values, case["loss_mask"], share=0, hashes=case["hashes"])
 

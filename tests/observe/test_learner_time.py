@@ -211,5 +211,12 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
     assert told["held-out accuracy, greedy"] == f"25.0% -> 50.0% after step {2 * STEPS}"
     assert {name for name in told if name.endswith(", this start")} == {
         f"{name}, this start"
-        for name in ("learner steps", "tokens trained", "staleness", "publications", "learner time")
+        for name in (
+            "score",
+            "learner steps",
+            "tokens trained",
+            "staleness",
+            "publications",
+            "learner time",
+        )
     }

@@ -73,3 +73,29 @@ def test_a_learner_that_does_not_train_what_was_sampled_is_named_once(tmp_path: 
         log.logged(step, STEP | {"weights/sampler_error": error})
     said = [line for line in shown.getvalue().splitlines() if "sampler_error" in line]
     assert len(said) == 1 and "step 3:" in said[0] and "differ from the engines' by 1.9" in said[0]
+
+
+def test_a_run_that_can_learn_nothing_says_so_once_with_a_response(tmp_path: Path) -> None:
+    flat = {"rollout/zero_std_groups": 1.0, "rollout/score": 0.0, "rollout/truncated": 0.75}
+    without = STEP | flat | {"train/advantage_abs_max": 0.0}
+    kinds = {
+        "flat": [without] * 9,
+        "right": [without | {"rollout/all_right_groups": 1.0}] * 9,
+        # a baseline over the step compares groups
+        "other": [without | {"train/advantage_abs_max": 0.7}] * 9,
+        "some": [without, without, STEP | flat | {"rollout/zero_std_groups": 0.9}] * 3,
+    }
+    said = {}
+    for kind, steps in kinds.items():
+        console = Console(shown := io.StringIO())
+        log = RunLog(console, tmp_path)
+        log.samples([{"response": "The answer\nis 42." + "!" * 400}])
+        for step, metrics in enumerate(steps, 1):
+            log.logged(step, metrics)
+        said[kind] = [line for line in shown.getvalue().splitlines() if "warning" in line]
+        assert said[kind] == console.progress.facts()["notes"], "the panel has it too"
+    assert len(said["flat"]) == len(said["right"]) == 1 and not said["other"] + said["some"]
+    assert said["flat"][0].startswith("warning: steps 1 to 3: nothing can be learnt, because all ")
+    for part in ("score 0.00", "match=contains", "75% were cut", "'The answer is 42.!!", "...'"):
+        assert part in said["flat"][0]
+    assert "harder problems" in said["right"][0] and "contains" not in said["right"][0]

@@ -28,7 +28,7 @@ from async_grpo.replay.metrics import batch_metrics
 from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.replay.rules import QueueSettings, check_bound, fair_share
+from async_grpo.replay.rules import QueueSettings, check_bound, fair_share, problem_of
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire.codec import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
@@ -162,6 +162,24 @@ async def test_an_invalid_result_is_a_counted_error_and_is_produced_again(change
     assert (verdict.status, verdict.group_id) == ("invalid", 0) and verdict.reason
     assert (await queue.counts())["invalid"] == 1
     assert ids(await take(queue, 2, version=1, holding=ids(tickets[1:]))) == [(0, 2)]
+
+
+def test_versions_that_go_backwards_and_half_verdicts_are_no_facts() -> None:
+    ticket = GroupTicket(0, 1, 1)
+    found = {}
+    for name, versions, verdict in (
+        ("right", (1, 1, 2), 1.0),
+        ("unjudged", (1, 2), None),
+        ("back", (1, 2, 1), 1.0),
+        ("half", (1, 2), 0.5),
+    ):
+        group = make_group(ticket, versions=versions)
+        group.rows[1].verdict = verdict
+        meta = decode_meta(encode_group(group))
+        found[name] = problem_of(meta, ticket, newest_version=2, group_size=2, baseline=False)
+    assert found["right"] is found["unjudged"] is None
+    assert found["back"] == "a token of an older version than the one before it"
+    assert found["half"] == "a verdict of 0.5, which is neither 0 nor 1"
 
 
 async def test_a_frame_that_cannot_be_read_leaves_its_ticket_to_be_issued_again() -> None:

@@ -462,7 +462,7 @@ def test_the_facts_of_a_group(look) -> None:
         "lag_max": 1,
         "reward": 0.625,
         "rewards": {"correct": 0.625, "format": 1.0},
-        "verdict": 0.625,
+        "verdict": 1.0,
         "responses": 2,
         "length_min": 4,
         "length_mean": 4.0,
@@ -528,7 +528,7 @@ def test_off_a_terminal_every_group_is_one_line_and_empty_columns_are_left_out(l
         "0-1",
         "0.62",
         "1.00",
-        "62%",
+        "100%",
         "4",
         "4.00",
         "actor-1.0",
@@ -567,7 +567,7 @@ def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path)
     text = look("--group", "3")
     assert "prompt, 3 tokens\n    new0 new1 new2\n" in text and "old" not in text
     assert (
-        "response 1: correct 0.25, format 1, verdict 0.25, 4 tokens by v0 [0, 2), v1 [2, "
+        "response 1: correct 0.25, format 1, 4 tokens by v0 [0, 2), v1 [2, "
         "4), stop\n    new0 new1 new2 new3\n" in text
     )
     assert "an earlier attempt: verifier \\x1b[31mgone" in text

@@ -37,7 +37,7 @@ def make_group(
             [(0, n)],
             list(spans),
             {"correct": value or 0.0, "format": 1.0},
-            value,
+            value if value in (0.0, 1.0) else None,
             finish,
             role,
         )

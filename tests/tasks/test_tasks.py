@@ -633,6 +633,9 @@ def test_check_score():
     for number in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite"):
             check_score(Score({"a": 1.0, "b": number}, None), {"a", "b"})
+    assert check_score(Score({"a": 1.0}, True), {"a"}).verdict == 1.0
+    with pytest.raises(ValueError, match=r"verdict must be 0, 1 or None, got 0\.5"):
+        check_score(Score({"a": 1.0}, 0.5), {"a"})
 
 
 def test_the_documented_task_works(tmp_path, monkeypatch):
