@@ -40,6 +40,7 @@ SYSTEM = (
     "tests/rollout/test_engine.py",
     "tests/evaluate",
     "tests/cluster/",
+    "tests/real/",
     "tests/replay/test_queue_kills.py",
     "tests/system/",
     "tests/replay/test_simulation.py",

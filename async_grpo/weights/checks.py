@@ -16,7 +16,9 @@ Runs in: the driver.
 
 `Tolerance` says which differences are rounding: in float32 less than 1e-4, in bfloat16 some
 hundredths per token, measured on the true weights; rounding has no direction. The perturbation has
-to move log-probs by many times the noise: a check that could not fail shows nothing.
+to move log-probs by many times what is allowed: a check that could not fail shows nothing. But one
+that wrecks the model makes rounding as large as any fault: perturbations grow in small steps, and
+the one that shows most without wrecking decides.
 
 Invariants: an engine that passed the load-path check serves perturbed weights until real ones are
 published, and no ticket exists before that; a drift probe delays no publication and no step, its
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,22 +40,26 @@ from async_grpo.errors import TransferMismatch
 from async_grpo.weights.fan_out import EngineHandle
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Staged, TokenSequence
 
-SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
-"""Perturbations tried in turn until one moves log-probs far enough."""
-CONTRAST = 4.0
+SELF_CHECK_SCALES = (0.0125, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8)
+"""Perturbations tried in turn until one moves log-probs far enough. Those of a trained model move
+three times as far with each of the later steps.
+"""
+CONTRAST, CLEAR = 4.0, 10.0
+"""Least movement, in differences that are allowed, and one that leaves nothing to show: what a
+tenth of it comes from, a single layer, has not arrived unseen.
+"""
+WRECKED = 3.0
+"""Mean movement of log-probs, in nats, beyond which little of what a trained model knew is left."""
 EXACT = 1e-4
 NOISY_MEAN, NOISY_CORRELATION, NOISE_FACTOR = 0.03, 0.95, 4.0
 LARGEST_NOISE, LEAST_NOISE = 0.15, 1e-3
 """Most that rounding explains, as a mean difference of log-probs, and least that is expected."""
 LEAST_BIAS = 0.02
 """Mean difference with its sign that is always allowed."""
-MOVEMENT_CORRELATION, MOVEMENT_SHARE = 0.9, 0.25
+MOVEMENT_CORRELATION, MOVEMENT_NOISE, STEEPER = 0.9, 4.0, 2.5
 """Least correlation of the movements of engine and learner, and the most that they may differ on
-average, as a share of the learner's movement ...
-"""
-MOVEMENT_NOISE, CLEAR = 6.0, 60.0
-"""... and as a multiple of the noise. Perturbations grow until log-probs move by `CLEAR` times the
-noise, where that can be: then a single layer that was left out differs by more than is allowed.
+average, as a multiple of the noise: where a perturbation moves log-probs n times as far for its
+scale as the smallest did, rounding does too, and `STEEPER` * n is allowed.
 """
 KEPT_VERSIONS = 4
 """Newest versions whose log-probs of the learner are kept for answers of the drift probe."""
@@ -144,44 +150,57 @@ class Tolerance:
         self.noise = max(self.noise, difference.mean)
         return ""
 
-    def objection_to_movement(self, apart: Difference, moved: Difference) -> str:
-        """Say what is wrong with an engine's movement, or "". apart: of engine's and learner's
-        movements. moved: of the learner's log-probs.
+    def of_movement(self, steeper: float) -> float:
+        """Return the difference of two movements that is allowed. steeper: how many times as far
+        for its scale the perturbation moves log-probs as a small one.
         """
-        noise = max(self.noise, LEAST_NOISE)
-        allowed = min(MOVEMENT_SHARE * moved.mean, MOVEMENT_NOISE * noise)
-        if not apart.mean <= allowed:
-            return (
-                f"a perturbation moves the learner's log-probs by {moved.mean:.2g} on average, and "
-                f"the engine's otherwise, by {apart.mean:.2g} (allowed: {allowed:.2g}; under the "
-                f"true weights they differ by {self.noise:.2g})"
-            )
-        if not apart.correlation >= MOVEMENT_CORRELATION:
-            return (
-                f"the movements of log-probs correlate by {apart.correlation:.2f} only, and "
-                f"{MOVEMENT_CORRELATION} is the least"
-            )
-        return ""
-
-    @property
-    def least_movement(self) -> float:
-        """Movement above which a perturbation tells right from wrong weights."""
         if self.exact:
-            return CONTRAST * self.bound
-        return CONTRAST / MOVEMENT_SHARE * max(self.noise, LEAST_NOISE)
-
-    def clear(self, moved: Difference) -> bool:
-        """Whether a larger perturbation would not tell more."""
-        return self.exact or moved.mean >= CLEAR * max(self.noise, LEAST_NOISE)
-
-    def shows(self, moved: Difference) -> bool:
-        """Whether a perturbation that moves log-probs so far tells right from wrong weights."""
-        return self.size(moved) > self.least_movement
+            return self.bound
+        return max(MOVEMENT_NOISE, STEEPER * steeper) * max(self.noise, LEAST_NOISE)
 
 
+AFTER_PERTURBATION = "after a test publication of perturbed weights"
 Scores = dict[str, list[np.ndarray]]
 """Log-probs of the fixed responses, each [L], by engine."""
-AFTER_PERTURBATION = "after a test publication of perturbed weights"
+
+
+@dataclass(slots=True)
+class Perturbation:
+    """A perturbation, how far the learner's log-probs moved, by how much the engines' may differ,
+    and by how much they did, where they were asked.
+    """
+
+    scale: float
+    moved: float
+    allowed: float
+    apart: dict[str, Difference] = field(default_factory=dict)
+
+    @property
+    def contrast(self) -> float:
+        """Movement, in differences that are allowed."""
+        return self.moved / self.allowed
+
+    def objection(self, actor_id: str, tolerance: Tolerance) -> str:
+        """Say what is wrong with an engine's movement, or ""."""
+        apart = self.apart[actor_id]
+        if tolerance.exact:
+            return tolerance.objection(apart)
+        if apart.mean <= self.allowed and apart.correlation >= MOVEMENT_CORRELATION:
+            return ""
+        return (
+            f"its log-probs move otherwise, by {apart.mean:.2g} on average. Only where it passes "
+            "with model.dtype: float32 is this rounding, and weight_sync.self_check: false right"
+        )
+
+    def text(self, actor_id: str = "") -> str:
+        """Return the figures, those of an engine too where it is given and was asked."""
+        text, apart = f"{self.scale:g}: {self.moved:.2g}", self.apart.get(actor_id)
+        if apart is None:
+            return text
+        return (
+            f"{text}, {actor_id} {apart.mean:.2g} apart (allowed {self.allowed:.2g}, correlation "
+            f"{apart.correlation:.3f})"
+        )
 
 
 def _minus(rows: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -226,7 +245,11 @@ class LoadPathCheck:
         self._config, self._backend = config, backend
         self._learner, self._deliver = learner, deliver
         self._tolerance = tolerance
-        self._scales: tuple[float, ...] = SELF_CHECK_SCALES
+        # in float32 a larger one tells no less
+        self._scales: tuple[float, ...] = (
+            SELF_CHECK_SCALES[2:] if tolerance.exact else SELF_CHECK_SCALES
+        )
+        self._slope = np.inf  # least movement so far, by scale
         self.sequences: list[TokenSequence] = []
         self.passed: set[str] = set()
 
@@ -240,39 +263,49 @@ class LoadPathCheck:
     async def _perturb_and_compare(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         tolerance = self._tolerance
         origin = None if tolerance.exact else await self._noise(engines)
-        objections: dict[str, str] = {}
+        tried: list[Perturbation] = []
         for scale in self._scales:
-            moved, apart = await self._moved(engines, scale, origin)
-            objections = {
-                actor_id: tolerance.objection(one)
-                if tolerance.exact
-                else tolerance.objection_to_movement(one, moved)
-                for actor_id, one in apart.items()
-            }
-            shows = tolerance.shows(moved)
-            enough = tolerance.clear(moved) or scale == self._scales[-1]
-            if shows and enough and not any(objections.values()):
-                # later checks start here, and may need more: the tolerance may grow with the noise
-                self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)
-                self.passed |= set(apart)
-                return {
-                    "weights/self_check_error": max(map(tolerance.size, apart.values())),
-                    "weights/self_check_moved": tolerance.size(moved),
-                }
-            if tolerance.exact or not np.isfinite(moved.mean):
-                self._object(objections, AFTER_PERTURBATION)
-        if shows:
-            self._object(objections, AFTER_PERTURBATION)
-        raise SelfCheckFailed(
-            f"the test perturbation moved log-probs by {tolerance.size(moved):.2g} only, too "
-            "little to tell whether weights arrive (more than "
-            f"{tolerance.least_movement:.2g} would); set weight_sync.self_check: false to start "
-            "without the check"
-        )
+            staged = await self._stage(scale)
+            moved = Difference.of(staged.logprobs, staged.before)
+            self._slope = min(self._slope, max(moved.mean, LEAST_NOISE) / scale)
+            allowed = tolerance.of_movement(moved.mean / scale / self._slope)
+            wrecked = not tolerance.exact and not moved.mean <= WRECKED
+            if wrecked and any(one.apart for one in tried):
+                break
+            tried.append(one := Perturbation(scale, tolerance.size(moved), allowed))
+            if one.contrast < CONTRAST:
+                continue
+            one.apart = await self._apart(engines, staged, origin)
+            if tolerance.exact or wrecked or one.contrast >= CLEAR:
+                break
+        shown = [one for one in tried if one.apart]
+        if not shown:
+            raise SelfCheckFailed(
+                f"no test perturbation moved log-probs by {CONTRAST:g} times what rounding "
+                f"explains, {tried[-1].allowed:.2g}, too little to tell whether weights arrive "
+                f"(by scale: {'; '.join(one.text() for one in tried)}); set "
+                "weight_sync.self_check: false to start without the check"
+            )
+        best = max(shown, key=lambda one: one.contrast)
+        for actor_id in best.apart:
+            if objection := best.objection(actor_id, tolerance):
+                figures = "; ".join(one.text(actor_id) for one in tried)
+                objection += (
+                    f"; by scale of the perturbation, the learner's log-probs moved by {figures}"
+                )
+                self._object({actor_id: objection}, AFTER_PERTURBATION)
+        # later checks start here, and may need more: the tolerance may grow with the noise
+        self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= best.scale)
+        self.passed |= set(best.apart)
+        return {
+            "weights/self_check_error": max(map(tolerance.size, best.apart.values())),
+            "weights/self_check_moved": best.moved,
+        }
 
     async def _noise(self, engines: Sequence[EngineHandle]) -> Scores:
         """Publish the true weights, measure the noise, and return the log-probs of each engine."""
-        scores, staged = await self._scores(engines, 0.0)
+        staged = await self._stage(0.0)
+        scores = await self._scores(engines, staged)
         self._object(
             {
                 actor_id: self._tolerance.measure(Difference.of(served, staged.logprobs))
@@ -282,31 +315,31 @@ class LoadPathCheck:
         )
         return scores
 
-    async def _moved(
-        self, engines: Sequence[EngineHandle], scale: float, origin: Scores | None
-    ) -> tuple[Difference, dict[str, Difference]]:
-        """Perturb the weights: how far the learner's log-probs move, and how far the engines' are
-        from the learner's: their movements from `origin`, where it is given.
+    async def _stage(self, scale: float) -> Staged:
+        return await self._learner.stage_perturbed(
+            SELF_CHECK, scale=scale, sequences=self.sequences
+        )
+
+    async def _apart(
+        self, engines: Sequence[EngineHandle], staged: Staged, origin: Scores | None
+    ) -> dict[str, Difference]:
+        """How far the engines' log-probs are from the learner's: their movements from `origin`,
+        where it is given.
         """
-        scores, staged = await self._scores(engines, scale)
-        expected = staged.logprobs
+        scores, expected = await self._scores(engines, staged), staged.logprobs
         if origin is not None:
             expected = _minus(expected, staged.before)
             scores = {actor: _minus(rows, origin[actor]) for actor, rows in scores.items()}
-        apart = {actor: Difference.of(rows, expected) for actor, rows in scores.items()}
-        return Difference.of(staged.logprobs, staged.before), apart
+        return {actor: Difference.of(rows, expected) for actor, rows in scores.items()}
 
-    async def _scores(self, engines: Sequence[EngineHandle], scale: float) -> tuple[Scores, Staged]:
+    async def _scores(self, engines: Sequence[EngineHandle], staged: Staged) -> Scores:
         """Publish weights to these engines alone; their log-probs of the sequences."""
-        staged = await self._learner.stage_perturbed(
-            SELF_CHECK, scale=scale, sequences=self.sequences
-        )
         await self._deliver(engines, staged.announcement)
         scores = {}
         for engine in engines:
             scored = await self._within(engine, engine.score(self.sequences))
             scores[engine.actor_id] = [row for _, row in scored]
-        return scores, staged
+        return scores
 
     async def sampler(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         """Compare the log-probs that come with sampled responses, at the training temperature and
