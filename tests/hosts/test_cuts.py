@@ -1,0 +1,74 @@
+"""A run over two hosts and a wire that is cut: head, driver, learner and engine on A, one on B."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import account
+from tests.hosts.run import PROBE_S, HostsRun, R, table
+from tests.support import hosts as support
+from tests.support.hosts import Host, Hosts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(support.unavailable()), reason=support.unavailable()),
+]
+CUTS_S = (6, 20, 40, 90)
+RAYLET_S, ENDED_S = 35, 60
+LINE_S = 10.0
+GRACE_S = 10.0
+
+
+def raylets(host: Host) -> list[int]:
+    return [pid for pid, command in host.processes().items() if "raylet/raylet" in command]
+
+
+def test_an_engine_host_that_cannot_be_reached_stops_nothing_for_long(tmp_path: Path) -> None:
+    with Hosts(tmp_path, ["a", "b"]) as hosts:
+        a, b = hosts
+        a.boot()
+        b.boot()
+        a.start_ray(cpus=3)
+        b.start_ray(a, cpus=1)
+        run = HostsRun(tmp_path, hosts, a)
+        run.start()
+        run.wait(lambda: run.steps() > 10, support.BOOT_S + 240, "the first steps")
+        assert run.has_actors(2) and any("async_grpo" in name for name in b.files_in("/dev/shm"))
+        clean = run.begins("nothing")
+        run.goes_on(30)
+        run.is_over(clean)
+        for seconds in CUTS_S:
+            assert a.ping(b).lost == 0
+            cut = run.begins(f"B cut off for {seconds} s")
+            hosts.change("b", cut=True)
+            assert a.ping(b, count=3, wait_s=0.2).lost == 1
+            time.sleep(max(0.0, cut.begin + seconds - time.time()))
+            hosts.change("b")
+            assert a.ping(b, wait_s=1.0).lost < 1
+            run.goes_on()
+            lost = seconds > RAYLET_S
+            if lost:  # after so long Ray's head does not take it back, and it ends when it hears
+                run.wait(lambda: not raylets(b), ENDED_S, "the end of B's raylet")
+                b.start_ray(a, cpus=1)
+            if seconds != CUTS_S[-1]:
+                took = run.has_actors(2)
+                run.goes_on()
+            ended = "ended" if lost else "stayed"
+            run.is_over(cut, f"B's raylet {ended}; two serve after {took:.0f} s")
+        run.signal(signal.SIGTERM)
+        assert run.ends() == 0, run.text()
+        run.leaves_nothing()
+        counts = account.check(run, batch=R)
+        assert counts["trained"] == R * counts["steps"]
+        print(table(run.events, {}), counts)
+        for event, seconds in zip(run.events[1:], CUTS_S, strict=True):
+            assert event.gap <= min(seconds, PROBE_S) + GRACE_S, (event.what, event.gap)
+            if seconds > LINE_S:
+                said = event.said("waits for actor-1")
+                assert said is not None and said <= LINE_S + 5, event.lines

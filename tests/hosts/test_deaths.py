@@ -1,0 +1,202 @@
+"""A run over two hosts that die, come back, and die again: A has head, driver, learner and an
+engine, B an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import account
+from tests.hosts.run import PROBE_S, HostsRun, R, table
+from tests.support import hosts as support
+from tests.support.hosts import Host, Hosts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(support.unavailable()), reason=support.unavailable()),
+]
+GRACE_S = 10.0
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Hosts, Host, Host]]:
+    """B's process 1 reaps nothing, as in many containers."""
+    with Hosts(tmp_path, ["a", "b"], zombies=["b"]) as hosts:
+        a, b = hosts
+        a.boot()
+        b.boot()
+        a.start_ray(cpus=3)
+        b.start_ray(a, cpus=1)
+        yield hosts, a, b
+
+
+def lose_power(hosts: Hosts, host: Host) -> None:
+    """No process of it says goodbye."""
+    hosts.change(host.name, cut=True)
+    host.kill()
+
+
+def power_on(hosts: Hosts, host: Host, head: Host, *, shares: bool = True) -> None:
+    hosts.change(host.name)
+    host.boot(shares=shares)
+    host.start_ray(head, cpus=1)
+
+
+def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None:
+    hosts, a, b = two
+    run = HostsRun(tmp_path, hosts, a)
+    run.start()
+    run.wait(lambda: run.steps() > 10, 300, "the first steps")
+    run.has_actors(2)
+
+    died = run.begins("B dies without a word")
+    lose_power(hosts, b)
+    run.wait(lambda: run.has_said(died, b.address, "is gone"), 90, "the loss of B")
+    run.goes_on()
+    run.is_over(died)
+    assert run.rows()[-1]["cluster/faults"] == 1, "a node is one fault"
+
+    back = run.begins("B comes back, with `ray start`")
+    power_on(hosts, b, a)
+    took = run.has_actors(2)
+    run.goes_on()
+    run.is_over(back, f"two serve after {took:.0f} s")
+
+    raylet = run.begins("B's raylet is killed, and started again")
+    [pid] = [pid for pid, command in b.processes().items() if "raylet/raylet" in command]
+    os.kill(pid, signal.SIGKILL)
+    run.wait(lambda: run.has_said(raylet, b.address, "is gone"), 90, "the loss of B")
+    b.start_ray(a, cpus=1)
+    took = run.has_actors(2)
+    run.goes_on()
+    run.is_over(raylet, f"two serve after {took:.0f} s; {b.zombies()} zombies on B")
+    segments = [name for name in b.files_in("/dev/shm") if name.startswith("async_grpo")]
+    assert b.zombies() and len(segments) <= 2, "those of the dead relay are gone"
+
+    saving = run.begins("B dies during a checkpoint")
+    before = run.newest_checkpoint()
+    drafts = run.dir / "checkpoints"
+    run.wait(lambda: [*drafts.glob("*.tmp")], 120, "a checkpoint that is being written")
+    lose_power(hosts, b)
+    run.wait(lambda: run.newest_checkpoint() > before, 60, "the checkpoint")
+    run.wait(lambda: run.has_said(saving, b.address, "is gone"), 90, "the loss of B")
+    run.goes_on()
+    run.is_over(saving, f"checkpoint {run.newest_checkpoint()} is whole")
+
+    killed = run.begins("driver killed with SIGKILL, same command again")
+    run.signal(signal.SIGKILL)
+    run.ends()
+    run.leaves_nothing(segments=False)
+    run.start()
+    at = run.steps()
+    run.wait(lambda: run.steps() > at + 10, 300, "steps after the resume")
+    run.is_over(killed, next(line for _, line in run.lines if "resumed" in line))
+
+    run.signal(signal.SIGTERM)
+    assert run.ends() == 0, run.text()
+    run.leaves_nothing()
+    counts = account.check(run, batch=R)
+    assert counts["trained"] == R * counts["steps"]
+    print(table(run.events, {}), counts)
+    for event in run.events[:4]:
+        assert event.gap <= PROBE_S + GRACE_S, (event.what, event.gap)
+
+
+def test_a_host_dies_in_the_start_and_then_the_learners_host(two, tmp_path: Path) -> None:
+    hosts, a, b = two
+    run = HostsRun(tmp_path, hosts, a)
+    start = run.begins("B dies while the run starts")
+    run.start()
+    run.wait(
+        lambda: any("EngineCore" in command for command in b.processes().values()),
+        240,
+        "an engine that starts on B",
+    )
+    lose_power(hosts, b)
+    run.wait(lambda: run.steps() > 10, 300, "learner steps with the other engine")
+    run.is_over(start, f"{run.actors()} serves")
+    assert start.said("b ") or start.said(b.address) or start.said("actor-1.0"), start.lines
+
+    other = run.begins("B comes back with storage of its own")
+    power_on(hosts, b, a, shares=False)
+    why = f"no rollout actor is started on node {b.address}"
+    run.wait(lambda: any(why in line for _, line in run.lines), 60, why)
+    run.goes_on()
+    run.is_over(other)
+    assert run.actors() == 1
+    b.kill()
+
+    back = run.begins("B comes back with the run's storage")
+    power_on(hosts, b, a)
+    took = run.has_actors(2)
+    run.wait(lambda: run.newest_checkpoint() > 0, 120, "a checkpoint")
+    run.goes_on()
+    run.is_over(back, f"two serve after {took:.0f} s")
+
+    lost = run.begins("the learner's host dies (head and driver too)")
+    lose_power(hosts, a)
+    run.ends()
+    deadline = time.monotonic() + 180
+    while left := run.leftovers(segments=False):
+        assert time.monotonic() < deadline, f"B still has {left}"
+        time.sleep(0.5)
+    gone = time.time() - lost.begin
+    b.kill()
+    hosts.change("a")
+    a.boot()
+    a.start_ray(cpus=3)
+    power_on(hosts, b, a)
+    at = run.steps()
+    run.start()
+    run.wait(lambda: run.steps() > at + 10, 300, "steps after the resume")
+    run.is_over(lost, f"B free of it after {gone:.0f} s; the same command continued")
+    run.signal(signal.SIGTERM)
+    assert run.ends() == 0, run.text()
+    run.leaves_nothing()
+    counts = account.check(run, batch=R)
+    assert counts["trained"] == R * counts["steps"]
+    print(table(run.events, {}), counts)
+
+
+def test_the_only_engine_is_on_the_other_host(two, tmp_path: Path) -> None:
+    """A's engine dies and no fault is left to replace it. A cut of B is waited for; when B dies,
+    that is the end.
+    """
+    hosts, a, b = two
+    run = HostsRun(tmp_path, hosts, a, restart_budget=0)
+    run.start()
+    run.wait(lambda: run.steps() > 10, 300, "the first steps")
+    run.has_actors(2)
+    alone = run.begins("A's engine dies, budget 0")
+    [pid] = [pid for pid, command in a.processes().items() if "EngineCore" in command]
+    os.kill(pid, signal.SIGKILL)
+    run.wait(lambda: run.actors() == 1, 90, "one rollout actor")
+    run.goes_on()
+    run.is_over(alone)
+
+    cut = run.begins("B, with the only engine, cut off for 6 s")
+    hosts.change("b", cut=True)
+    assert a.ping(b, count=3, wait_s=0.2).lost == 1
+    time.sleep(max(0.0, cut.begin + 6 - time.time()))
+    hosts.change("b")
+    run.goes_on()
+    run.is_over(cut)
+
+    end = run.begins("B, with the only engine, dies")
+    lose_power(hosts, b)
+    code = run.ends()
+    run.is_over(end, f"exit {code} after {time.time() - end.begin:.0f} s")
+    print(table(run.events, {}), run.text())
+    assert code == 4, run.text()
+    assert end.said("rollout_actors.min is 1"), end.lines
+    run.leaves_nothing()
+    counts = account.check(run, batch=R)
+    assert counts["trained"] == R * counts["steps"]
