@@ -68,6 +68,9 @@ def prepare_gpu(device: str) -> None:
     """Choose the GPU, and attention kernels that take rows of any shape as they come: cuDNN's build
     a plan for every new shape, tens of milliseconds each, and packs hardly ever repeat one.
     """
+    # Streams that share one of CUDA's eight queues wait for each other: ranks that send weights
+    # beside training, each over a group of its own, could do so in a circle.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
 

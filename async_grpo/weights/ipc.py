@@ -7,7 +7,11 @@ reads without a way through the host; a publication is complete before the next 
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -18,6 +22,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.weights.layout import Layout, to_wire
 from async_grpo.weights.transport import Announcement, WeightOwner, WeightSender
+
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True", re.IGNORECASE)
 
 
 class IpcSender(WeightSender):
@@ -73,12 +79,29 @@ class IpcSender(WeightSender):
                 f"MiB and the GPU has {free / 2**20:,.0f} MiB free; lower "
                 "cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
             )
-        return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+        with _mappable():
+            return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
 
     def _handles_of(self, copy: Tensor) -> bytes:
         """Pickled GPU -> handle of the copy there. Collective over the ranks."""
         gpu = str(torch.cuda.get_device_properties(self._owner.device).uuid)
         return pickle.dumps(_merge({gpu: reduce_tensor(copy)[1]}))
+
+
+@contextmanager
+def _mappable() -> Iterator[None]:
+    """Allocate what another process maps, whatever the user's PYTORCH_ALLOC_CONF: an expandable
+    segment is handed over by a system call for which many machines want the right to trace.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    without, changed = _EXPANDABLE.subn("expandable_segments:False", given)
+    if changed:
+        torch._C._accelerator_setAllocatorSettings(without)
+    try:
+        yield
+    finally:
+        if changed:
+            torch._C._accelerator_setAllocatorSettings(given)
 
 
 def _merge(handles: dict[str, tuple]) -> dict[str, tuple]:

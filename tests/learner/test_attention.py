@@ -4,6 +4,7 @@ told. On CPU a double stands for the kernel, which runs on GPUs only.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -177,13 +178,22 @@ def test_segments_are_for_gpus_in_half_precision(
     assert not takes_segments(torch.device(device), dtype, head_dim)
 
 
-def test_a_gpu_does_without_cudnns_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_many_queues_and_does_without_cudnns_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: chosen.append((device, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])),
+    )
     before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     try:
         zero.prepare_gpu("cuda:0")
-        assert chosen == ["cuda:0"] and not torch.backends.cuda.cudnn_sdp_enabled()
+        assert chosen == [("cuda:0", "32")], "CUDA reads it when it starts"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 

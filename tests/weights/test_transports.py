@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from async_grpo.config.transports import TRANSPORTS, automatic
+from tests.support.models import ModuleOwner
 
 PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
 
@@ -69,3 +72,21 @@ def test_the_halves_of_a_transport_exist(name: str) -> None:
 )
 def test_auto_means(device: str, colocated: bool, name: str) -> None:
     assert automatic(device=device, colocated=colocated) == name
+
+
+def test_the_copy_that_another_process_maps_lies_in_no_expandable_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch reads the whole setting anew each time, so the rest of it is said again."""
+    from async_grpo.weights.ipc import IpcSender
+
+    given, wanted = (f"max_split_size_mb:512,expandable_segments:{x}" for x in ("True", "False"))
+    said: list[Any] = []
+    empty = torch.empty
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    sender = IpcSender(ModuleOwner(torch.nn.Linear(3, 2)))
+    monkeypatch.setattr(torch, "empty", lambda *n, **kinds: said.append(n) or empty(*n, **kinds))
+    nbytes = sender._allocate().nbytes
+    assert said == [wanted, (nbytes,), given]
