@@ -158,7 +158,7 @@ class Loop:
         """The step that was cancelled while it trained; 0: none."""
         self.stopping = False
         """Whether to give up waiting for groups."""
-        self.phase = BETWEEN
+        self.phase = "starting"
         """What a step is doing, for messages."""
         self.latest: dict[str, float] = {}
         """Metrics of the last step."""

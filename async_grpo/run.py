@@ -325,12 +325,16 @@ def _innermost(error: BaseException) -> list[BaseException]:
 
 def _coded(error: BaseException) -> tuple[int, str]:
     """Find the exit code and the message of an error, whatever is around it."""
+    from async_grpo.cluster.deaths import is_death, told
+
     causes = []
     for current in _innermost(error):
         if isinstance(current, RunError):
             return current.exit_code, without_colours(str(current))
         if isinstance(current, TimeoutError) and str(current):
             return Stalled.exit_code, without_colours(str(current))
+        if is_death(current):
+            return FaultBudgetSpent.exit_code, f"a process of the run died: {told(current)}"
         causes.append(current)
     return 1, without_colours(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]
 

@@ -61,6 +61,7 @@ LIGHT = (
     FIRST,
     "tests/cluster/test_placement.py",
     "tests/cluster/test_bundles.py",
+    "tests/cluster/test_deaths.py",
     "tests/cluster/test_evaluation.py",
     "tests/system/test_synchronous.py",
 )

@@ -26,8 +26,10 @@ from typing import Any
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
+from async_grpo.cluster.deaths import is_death
 from async_grpo.cluster.learner_recovery import LearnerSupervisor
-from async_grpo.cluster.rollout_actors import ActorManager, RemoteEngine
+from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
@@ -39,6 +41,8 @@ from async_grpo.weights.transport import parse_label
 
 HEALTH_TIMEOUT_S = 10.0
 POLL_S = 0.1
+MAY_LIVE = (ray.exceptions.RayTaskError, ray.exceptions.ActorUnavailableError)
+"""Errors after which a probe tells whether the engine is dead."""
 Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
 
@@ -172,7 +176,7 @@ class Evaluations:
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:
         """Whether the engine took the call; otherwise it is dropped."""
         if (error := await _fault(call)) is not None:
-            await self._actors.died(engine, error)
+            await self._actors.drop(engine.actor_id, error)
         return error is None
 
     async def _somebody_serves(self, deadline: float) -> bool:
@@ -203,11 +207,12 @@ class Evaluations:
                 ray.cancel(call)  # else the engine would go on answering
             raise
         for engine, part, answer in zip(engines, parts, answers, strict=True):
-            dead = isinstance(answer, ray.exceptions.RayActorError)
-            if isinstance(answer, ray.exceptions.RayTaskError) and not dead:
+            dead = unanswered = is_death(answer)
+            if isinstance(answer, MAY_LIVE):
                 dead = await _fault(engine.handle.health) is not None
-            if dead:  # others answer its problems
-                await self._actors.died(engine, answer)
+            if dead:
+                await self._actors.drop(engine.actor_id, answer)
+            if dead or unanswered:  # others answer its problems, or it is asked again
                 left += part
             elif isinstance(answer, BaseException):
                 raise answer

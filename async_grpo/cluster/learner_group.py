@@ -17,6 +17,7 @@ import numpy as np
 import ray
 
 from async_grpo.batching import RankPlan, RowKey, RowValue
+from async_grpo.cluster.deaths import death_as, is_death, told
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
 from async_grpo.cluster.watchdog import Calls
@@ -24,7 +25,6 @@ from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
-from async_grpo.runtime.text import first_line
 from async_grpo.weights.transport import (
     Announcement,
     Staged,
@@ -254,7 +254,8 @@ class LearnerGroup:
         try:
             # not `wait_for`, which leaves the error of a cancelled `gather` to be found by asyncio
             async with asyncio.timeout(seconds):
-                return await work
+                with death_as(lambda error: self._lost(what, error)):
+                    return await work
         except ray.exceptions.RayTaskError:  # a TimeoutError too, if it carries one
             raise
         except TimeoutError as error:
@@ -262,12 +263,10 @@ class LearnerGroup:
             raise LearnerLost(
                 f"{what} did not finish within {seconds:g} s; waiting for {late()}", silent=True
             ) from error
-        except ray.exceptions.RayActorError as error:
-            raise self._lost(what, error) from error
 
     def _lost(self, what: str, error: BaseException) -> LearnerLost:
         self._serves.clear()
-        return LearnerLost(f"a learner rank died during {what}: {first_line(error)}")
+        return LearnerLost(f"a learner rank died during {what}: {told(error)}")
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:
@@ -288,7 +287,7 @@ async def _death(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:
             return_when=asyncio.FIRST_COMPLETED,
         )
         for call in done:
-            if not call.cancelled() and isinstance(call.exception(), ray.exceptions.RayActorError):
+            if not call.cancelled() and is_death(call.exception()):
                 return call.exception()
         if not done:
             return None

@@ -30,7 +30,8 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.queue import DriverQueue
-from async_grpo.cluster.rollout_actors import RemoteEngine, back_off_s
+from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.rollout_actors import back_off_s
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, RunError, Stalled
@@ -71,10 +72,22 @@ class LearnerSupervisor:
         self.restarts = 0
 
     async def start(self, until: int, *, run_epoch: int) -> None:
-        """Load the model or the checkpoint, and repeat the recorded steps up to `until`."""
+        """Load the model or the checkpoint, and repeat the recorded steps up to `until`; again
+        where a rank dies.
+        """
         self.run_epoch = self._coordinator.run_epoch = run_epoch
-        await self._learner.start(self._origin.learner)
-        await self._repeat(self._origin, until)
+        while True:
+            try:
+                await self._learner.start(self._origin.learner)
+                await self._repeat(self._origin, until)
+                return
+            except LearnerLost as error:
+                if error.silent:  # it would be again
+                    raise Stalled(str(error)) from error
+                await self._may_restart(error)
+                self._learner.kill()
+                self._listener.note(f"{error}; the learner starts again ({self._counted()})")
+                await asyncio.sleep(back_off_s(self.restarts))
 
     async def restore(self, origin: Origin) -> None:
         """Set learner and queue back to an earlier checkpoint of this run, and make its weights
@@ -130,8 +143,8 @@ class LearnerSupervisor:
             origin = await asyncio.to_thread(self._newest, reached)
             self._listener.note(
                 f"{error}{seen}; the learner starts again from "
-                f"{origin.path or 'the initial model'} (restart {self.restarts} of at most "
-                f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
+                f"{origin.path or 'the initial model'} ({self._counted()}), the rollout actors go "
+                "on meanwhile"
             )
             await asyncio.sleep(back_off_s(self.restarts))
             try:
@@ -168,6 +181,9 @@ class LearnerSupervisor:
             ) from error
         self.restarts += 1
         self._listener.fault(str(error))
+
+    def _counted(self) -> str:
+        return f"restart {self.restarts} of at most {self._config.cluster.restart_budget}"
 
     async def _nodes_serve(self) -> bool:
         """Whether the nodes of all ranks still run processes."""

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.cluster.rollout_actors import RemoteEngine
+from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.config.schema import Config
 from async_grpo.replay.ledger import State
 from async_grpo.replay.partial import PartialStart

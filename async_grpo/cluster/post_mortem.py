@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_grpo.cluster.deaths import is_death
 from async_grpo.post_mortem import collect, diagnose
 from async_grpo.runtime.provenance import package_versions
 from async_grpo.runtime.text import one_line
@@ -90,7 +91,7 @@ async def examine(
     run_dir: str, role: str, error: BaseException, *, node_id: str | None = None
 ) -> dict[str, Any]:
     """Examine processes of a role before they are killed; {} for a dead one. No node: here."""
-    if isinstance(error, ray.exceptions.RayActorError):
+    if is_death(error):
         return {}
     work: Awaitable[dict[str, Any]]
     if node_id is None or node_id == ray.get_runtime_context().get_node_id():

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from async_grpo.cluster.deaths import death_as
 from async_grpo.cluster.queue import CALL_TIMEOUT_S, ActorQueue, queue_died
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
@@ -229,9 +230,7 @@ class LearnerProcess:
         self._parts.learner.close()
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        try:
+        with death_as(queue_died):
             return ray.get(
                 self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S
             )
-        except ray.exceptions.RayActorError as error:
-            raise queue_died(error) from error

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
 
+from async_grpo.cluster.deaths import death_as, told
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.actor_reports import ActorReport, ActorReports, QueueMetrics
 from async_grpo.replay.queue import ReplayQueue
@@ -26,7 +26,6 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings, Verdict
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
-from async_grpo.runtime.text import first_line
 from async_grpo.wire.codec import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
@@ -326,9 +325,8 @@ class DriverQueue:
                 if (left := begun + limit_s - now) <= 0:
                     raise Stalled(f"the replay queue did not answer within {limit_s:g} s")
                 await asyncio.wait({asked}, timeout=left)
-            return asked.result()
-        except ray.exceptions.RayActorError as error:
-            raise queue_died(error) from error
+            with death_as(queue_died):
+                return asked.result()
         finally:
             asked.cancel()
 
@@ -373,19 +371,18 @@ class ActorQueue:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                return await asyncio.wait_for(ask(), CALL_TIMEOUT_S)
+                with death_as(queue_died):
+                    return await asyncio.wait_for(ask(), CALL_TIMEOUT_S)
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise Stalled(
                         f"the replay queue did not answer for {self._patience_s:g} s"
                     ) from None
-            except ray.exceptions.RayActorError as error:
-                raise queue_died(error) from error
 
 
 def queue_died(error: BaseException) -> FaultBudgetSpent:
     """Return the error of a run whose queue is gone for good."""
     return FaultBudgetSpent(
         "the replay queue's process died, and more often than cluster.restart_budget "
-        f"allows (with replay.journal.enable=false: once): {first_line(error)}"
+        f"allows (with replay.journal.enable=false: once): {told(error)}"
     )

@@ -29,33 +29,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 
+from async_grpo.cluster.deaths import is_death, told
 from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
-from async_grpo.cluster.placement import PlacementError, Slot, describe
+from async_grpo.cluster.placement import Node, PlacementError, Slot, describe
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
-from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.generation import Generated
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import last_line
 from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.transport import (
-    UNPUBLISHED,
-    Announcement,
-    Receipt,
-    TokenSequence,
-    TornTransfer,
-)
+from async_grpo.weights.transport import UNPUBLISHED, TornTransfer
 
 BACK_OFF_S = (0.0, 2.0, 10.0, 30.0)
 PROBE_INTERVAL_S = 5.0
@@ -70,53 +64,6 @@ EXAMINED = 8
 def back_off_s(deaths: int) -> float:
     """Seconds to wait after the `deaths`-th death (from 1) in a slot, before the next process."""
     return BACK_OFF_S[min(max(deaths, 1), len(BACK_OFF_S)) - 1]
-
-
-@dataclass
-class RemoteEngine:
-    """One rollout actor process for driver and coordinator. localize: to what its node needs."""
-
-    actor_id: str
-    slot: int
-    tensor_parallel_size: int
-    handle: Any
-    localize: Callable[[Announcement], Awaitable[Announcement]]
-    acknowledged: str = ""
-    """Label of the last weights that the engine took."""
-    max_num_seqs: int = 0
-    """Responses that it generates at the same time; known once it has started."""
-
-    async def connect(self, payload: dict[str, Any]) -> Receipt:
-        """Prepare the engine for publications."""
-        return await self.handle.connect.remote(payload)
-
-    async def receive(self, announcement: Announcement) -> Receipt:
-        """Let the engine take and serve the announced weights."""
-        try:
-            local = await self.localize(announcement)
-        # the relay's fault: the engine is well and takes the publication when it is repeated
-        except ray.exceptions.RayError as error:
-            why = f"the bytes did not reach its node: {last_line(error)}"
-            return Receipt("", "torn", why)
-        receipt = await self.handle.receive.remote(local)
-        self.acknowledged = receipt.serving if not receipt.failure else self.acknowledged
-        return receipt
-
-    async def attend(self, announcement: Announcement) -> Receipt:
-        """Let the engine take part in a publication that is pushed, without loading it."""
-        return await self.handle.attend.remote(announcement)
-
-    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs of these responses, with the labels of the weights."""
-        return await self.handle.score.remote(sequences)
-
-    async def partials(self) -> list[tuple[PartialStart, bytes]]:
-        """Partial responses of the groups that are being generated."""
-        return await self.handle.partials.remote()
-
-    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """Return a few short responses as (prompt, response, log-probs)."""
-        return await self.handle.probe_sequences.remote()
 
 
 @dataclass(frozen=True)
@@ -154,25 +101,34 @@ class ActorManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._publications: Coordinator[RemoteEngine] | None = None
-        self._stopping = False
+        self._stopping = self._producing = False
         self.faults = self.restarts = 0
         self.deaths: list[str] = []
         self.examined: dict[str, dict[str, Any]] = {}
         """State of the last dropped actors' processes, as seen before they were killed."""
 
-    async def start(self) -> None:
-        """Start one actor per slot and wait until all of them have loaded their engine."""
-        engines = [self._create(slot) for slot in self._slots.all()]
-        await asyncio.gather(*[self._load(engine) for engine in engines])
-        self._alive = engines
+    async def start(self) -> bool:
+        """Bring an actor with a loaded engine into every slot, also where one has died since;
+        whether there was such. Raises FaultBudgetSpent below `cluster.rollout_actors.min`.
+        """
+        before, least = self._alive[:], self._config.cluster.rollout_actors.min
+        await asyncio.gather(*[self._fill(slot) for slot in self._slots.all()])
+        self._alive = [slot.engine for slot in self._slots.all()]
+        if len(self._alive) < least:
+            raise self._too_few("the run has not begun", await self._slots.nodes())
+        return self._alive != before
 
     def begin(self, publications: Coordinator[RemoteEngine]) -> None:
-        """Let every actor produce groups, and watch the actors and the cluster."""
+        """Watch the actors, which serve the first weights, and the cluster."""
         self._publications = publications
-        for engine in self._alive:
-            self._spawn(self._watch(engine))
         self._spawn(self._probe())
         self._spawn(self._survey())
+
+    def produce(self) -> None:
+        """Let every actor produce groups."""
+        self._producing = True
+        for engine in self._alive:
+            self._spawn(self._watch(engine))
 
     async def add(self) -> str:
         """Start one more rollout actor, on CPU perhaps on shared cores; its id once it is in the
@@ -320,7 +276,11 @@ class ActorManager:
         }
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
-        """Declare an actor dead: forfeit its tickets, kill it, start another in its slot."""
+        """Declare an actor dead: forfeit its tickets, kill it, start another in its slot. Raises
+        the error before `begin`, when `start` does so.
+        """
+        if self._publications is None:
+            raise error
         engine = next((engine for engine in self._alive if engine.actor_id == actor_id), None)
         if engine is None or self._stopping:
             return
@@ -333,16 +293,8 @@ class ActorManager:
         self._kill(engine)
         slot = self._slots.get(engine.slot)  # which may be gone meanwhile
         if slot is not None and not slot.leaving and not self._stopping:
-            fault = f"{actor_id} died ({_described(error)})"
+            fault = f"{actor_id} died ({told(error)})"
             slot.filling = self._spawn(self._replace(slot, fault + findings_of(seen)))
-
-    async def died(self, engine: RemoteEngine, error: BaseException) -> None:
-        """`drop` the engine. Raises FaultBudgetSpent before training, when none is replaced."""
-        if self._publications is None:
-            raise FaultBudgetSpent(
-                f"a rollout actor died before training began: {error}"
-            ) from error
-        await self.drop(engine.actor_id, error)
 
     async def stop(self) -> None:
         """Stop all actors and their engines; kill those that do not answer within the deadline."""
@@ -387,6 +339,29 @@ class ActorManager:
     def _kill(self, engine: RemoteEngine) -> None:
         ray.kill(engine.handle)
         self._processes.pop(engine.actor_id, None)
+
+    async def _fill(self, slot: EngineSlot) -> None:
+        """Start processes in this slot until one has loaded or the slot is given back."""
+        while True:
+            loaded = slot.engine is not None
+            engine = slot.engine or self._create(slot)
+            health_s = self._config.watchdog.probe_timeout_s
+            try:
+                await (
+                    asyncio.wait_for(engine.handle.health.remote(), health_s)
+                    if loaded
+                    else self._load(engine)
+                )
+                return
+            except (TimeoutError, ray.exceptions.RayError) as error:
+                if not loaded and not is_death(error):
+                    raise  # another one would meet the same
+                fault = f"{engine.actor_id} died while the run started ({told(error)})"
+            self._kill(engine)
+            if not await self._may_restart(slot, fault):
+                return
+            slot.engine = None
+            self._listener.note(f"{fault}; another actor takes its place")
 
     async def _load(self, engine: RemoteEngine) -> None:
         seconds = self._config.watchdog.start_timeout_s
@@ -444,27 +419,29 @@ class ActorManager:
                 if (room := self._slots.room(nodes)) is None:
                     break
                 self._open(room)
-            least, cluster = self._config.cluster.rollout_actors.min, self._config.cluster
+            least = self._config.cluster.rollout_actors.min
             starting = any(not self._lives(slot) and not slot.leaving for slot in self._slots.all())
             if len(self._alive) < least and not starting:
-                self._failures.fail(
-                    FaultBudgetSpent(
-                        f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min "
-                        f"is {least}, and the cluster has no room for another; {self.deaths[-1]}; "
-                        f"the faults so far are {self.faults} of cluster.restart_budget = "
-                        f"{cluster.restart_budget}; it has {describe(nodes)}"
-                    )
-                )
+                self._failures.fail(self._too_few("the cluster has no room for another", nodes))
                 return
             try:
                 await asyncio.wait_for(self._look.wait(), SURVEY_INTERVAL_S)
             except TimeoutError:
                 continue
 
+    def _too_few(self, why: str, nodes: Sequence[Node]) -> FaultBudgetSpent:
+        cluster = self._config.cluster
+        return FaultBudgetSpent(
+            f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min is "
+            f"{cluster.rollout_actors.min}, and {why}; {self.deaths[-1]}; the faults so far are "
+            f"{self.faults} of cluster.restart_budget = {cluster.restart_budget}; the cluster has "
+            f"{describe(nodes)}"
+        )
+
     def _need_run(self) -> None:
         if self._publications is None:
             raise RunError(
-                "rollout actors can be added and removed once the first learner step has begun"
+                "rollout actors can be added and removed once the run serves its weights"
             )
 
     def _open(self, where: Slot) -> EngineSlot:
@@ -482,9 +459,7 @@ class ActorManager:
             if isinstance(error, SetupError):
                 self._slots.refuse(slot.node_id)
             await self._vacate(slot)
-            self._listener.note(
-                f"no rollout actor is started on node {address} ({_described(error)})"
-            )
+            self._listener.note(f"no rollout actor is started on node {address} ({told(error)})")
             return
         engine = self._create(slot)
         self._listener.note(f"node {address} has room: {engine.actor_id} starts there")
@@ -530,21 +505,17 @@ class ActorManager:
     async def _serve(self, engine: RemoteEngine) -> str | None:
         """Bring a new process to the live weights and into the live set; its fault, if any."""
         started = time.monotonic()
-        if self._publications is None:
-            raise FaultBudgetSpent(
-                "a rollout actor died before the first learner step, and is not replaced "
-                f"then: {self.deaths[-1]}"
-            )
         try:
             await self._load(engine)
             await self._publications.join(engine, lambda: self._alive.append(engine))
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
             self._kill(engine)
-            return f"{engine.actor_id} did not start ({_described(failure)})"
+            return f"{engine.actor_id} did not start ({told(failure)})"
         self._listener.note(
             f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s"
         )
-        self._spawn(self._watch(engine))
+        if self._producing:
+            self._spawn(self._watch(engine))
         return None
 
     async def _lose(self, node_id: str) -> None:
@@ -563,13 +534,18 @@ class ActorManager:
         self._listener.fault(self.deaths[-1])
         for slot in slots:
             await self._vacate(slot)
-        self._listener.note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")
+        self._listener.note(f"{self.deaths[-1]}; {self._rest()}")
         self._look.set()
 
     async def _retire(self, slot: EngineSlot, why: str) -> None:
         await self._vacate(slot)
-        self._listener.note(f"{why}; {len(self._alive)} rollout actors go on")
+        self._listener.note(f"{why}; {self._rest()}")
         self._look.set()
+
+    def _rest(self) -> str:
+        """Say who goes on; in the start those that are about to be."""
+        count = len(self._slots if self._publications is None else self._alive)
+        return f"{count} rollout actors go on"
 
     async def _vacate(self, slot: EngineSlot) -> None:
         """End the process in this slot and give its reservation back."""
@@ -593,7 +569,3 @@ class ActorManager:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._stopping:
             self._failures.fail(task.exception())
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {last_line(error)}"

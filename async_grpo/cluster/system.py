@@ -18,8 +18,8 @@ longest):
                          to the step that the queue is at   ||     (watchdog.start_timeout_s each)
     open_weights    engines connect -> load-path check -> the learner's weights are published
                       -> the queue declares their version live
-    step 1          actors take tickets and produce; their processes and the cluster are watched
-                      -> the queue has a batch -> the loop trains it
+                      -> their processes and the cluster are watched
+    step 1          actors take tickets and produce -> the queue has a batch -> the loop trains it
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
-from async_grpo.loop import Loop
+from async_grpo.loop import BETWEEN, Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
-from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.coordinator import ATTEMPTS, Coordinator
 from async_grpo.weights.transport import fallback_directory, resolve_backend
 
 POLL_S = 0.1
@@ -258,8 +258,23 @@ class System:
             await self.supervisor.start(progress["steps"], run_epoch=progress["run_epoch"])
 
     async def open_weights(self) -> dict[str, float]:
-        """Connect the transport, check it, and make the learner's version live."""
-        measured = await self.coordinator.start(self.loop.steps_done)
+        """Connect the transport, check it, and make the learner's version live, again where a
+        process died meanwhile. From then on the actors are watched.
+        """
+        self.loop.phase = "connecting the weights"
+        unreachable = 0
+        while True:
+            try:
+                measured = await self.supervisor.surviving(
+                    lambda: self.coordinator.start(self.steps_done)
+                )
+                break
+            except ray.exceptions.RayError as error:
+                unreachable += isinstance(error, ray.exceptions.ActorUnavailableError)
+                if not await self.actors.start() and not 0 < unreachable < ATTEMPTS:
+                    raise  # it was none of them, or is one that is never reached
+        self.actors.begin(self.coordinator)
+        self.loop.phase = BETWEEN
         if note := await self.learner.transport_note():
             self._listener.note(note)
         return measured
@@ -268,7 +283,7 @@ class System:
         """Train one learner step; the first one lets the actors produce."""
         if not self._producing:
             self._producing = True
-            self.actors.begin(self.coordinator)
+            self.actors.produce()
             self.verifier_errors.begin()
         return self._with_faults(
             await self.supervisor.surviving(partial(self._step, self.steps_done), blame=True)
@@ -454,11 +469,13 @@ class System:
 def _queue_process(
     config: Config, facts: StartFacts, *, session: RaySession, snapshot: dict[str, Any] | None
 ) -> Any:
-    """Start the queue's process; with a journal, Ray restarts it and repeats open calls."""
-    journal, repairs = None, {}
+    """Start the queue's process. Ray repeats calls that did not reach it, which all may come twice;
+    with a journal, it starts the process again.
+    """
+    journal, repairs = None, {"max_task_retries": -1}
     if config.replay.journal.enable:
         journal = JournalSettings.of(config, start=facts.key, fingerprint=facts.fingerprint)
-        repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1}
+        repairs["max_restarts"] = config.cluster.restart_budget
     queue = ray.remote(QueueProcess).options(
         max_concurrency=MAX_CALLS, **repairs, **session.on_this_node()
     )

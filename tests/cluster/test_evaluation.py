@@ -116,9 +116,6 @@ class Beside(Run):
             total_steps=9,
         )
 
-    async def died(self, engine: Answerer, error: BaseException) -> None:
-        await self.drop(engine.actor_id, error)
-
     def done(self, step: int, result: dict[str, float], rows: list[dict[str, Any]]) -> None:
         self.results.append((step, result))
 

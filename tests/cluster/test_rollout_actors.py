@@ -26,7 +26,8 @@ from async_grpo.cluster import rollout_actors
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec, RemoteEngine
+from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
@@ -171,8 +172,8 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
         failures=here.listener,
     )
     await here.manager.start()
-
     here.manager.begin(NoPublications())
+    here.manager.produce()
     try:
         yield here
     finally:

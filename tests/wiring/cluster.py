@@ -161,6 +161,7 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
         except RunError as error:
             return str(error)
         system.actors.begin(SimpleNamespace(join=_nothing, between_publications=nullcontext))
+        system.actors.produce()
         await asyncio.sleep(0.01)
         await system.learner.update(0)
         await _stage(system)
