@@ -19,6 +19,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,7 +27,7 @@ from async_grpo.callbacks.base import Callback, Callbacks
 from async_grpo.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
-from async_grpo.checkpoint.resume import first_evaluation, has_past, last_logged_step, verified
+from async_grpo.checkpoint.resume import changes, find_checkpoint, first_evaluation, has_past
 from async_grpo.checkpoint.saver import Saver, saver_of
 from async_grpo.cluster.connection import Connection, uses_cluster
 from async_grpo.cluster.placement import without_engines
@@ -43,6 +44,7 @@ from async_grpo.plan.forecast import Forecast
 from async_grpo.preflight.devices import check_device, look_at_gpus
 from async_grpo.preflight.model import look
 from async_grpo.preflight.run_check import Checked, check_run
+from async_grpo.replay.resume import last_logged_step
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.run_lock import RunLock
 from async_grpo.runtime.stopping import Stop
@@ -108,10 +110,10 @@ class Lifecycle:
             return
         self._refuse_second_start()
         self._own_directory()
+        manifest = self._whole_checkpoint()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         begun = self.console.begin_run()
         self.console.attach(StatusFile(self.run_dir, begun, run=self.config.run.name))
-        manifest = verified(self._facts.checkpoint)
         self.console.info(
             f"staleness bound: {counted(self.config.replay.max_staleness, 'learner step')}, "
             f"{counted(self.config.max_lag_updates, 'optimizer update')}; at most "
@@ -255,6 +257,16 @@ class Lifecycle:
         if checkpoint.finish_replacing(self.run_dir) or found:
             self.check()  # the run before may have gone on until now
 
+    def _whole_checkpoint(self) -> dict[str, Any] | None:
+        """Choose the checkpoint again, by the contents of all files, and say why; its manifest."""
+        config, facts = self.config, self._facts
+        found, notes = find_checkpoint(
+            config, total_steps=self.total_steps, data=facts.fingerprint, check=checkpoint.verify
+        )
+        self.console.info(*(f"warning: {note}" for note in notes))
+        self._checked = replace(facts, checkpoint=found, changes=changes(config, found))
+        return None if found is None else checkpoint.read(found)
+
     def _lost(self, why: str) -> None:
         """End this run, because another one has its directory."""
         error = self._taken = DirectoryTaken(why)
@@ -311,8 +323,8 @@ class Lifecycle:
         """Set checkpoints of another history aside, and say where the run goes on."""
         for path in checkpoint.set_aside(self.run_dir, origin.step):
             self.console.info(
-                "a checkpoint of a later step is set aside, because this run goes its own "
-                f"way: {path}"
+                f"a checkpoint of a later step than {origin.step}, where this run goes on, is set "
+                f"aside: {path}"
             )
         self.console.info(*self._facts.changes.lines())
         self.resumed_at = self.steps_done

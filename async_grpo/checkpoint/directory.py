@@ -15,8 +15,9 @@ begun directory). Hides the layout and the order of writes:
 
 Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and
 every file are on the disk, so a directory with a final name is complete or damaged afterwards,
-never half-written; `latest` returns only one whose files are all there with their sizes; `verify`
-reads every file before anything is unpickled; `prune` never removes the newest complete checkpoint.
+never half-written; whoever looks for the newest whole one is told what is wrong with newer ones;
+`verify` reads every file before anything is unpickled; `prune` never removes the newest complete
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,12 +180,28 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def newest_whole(
+    run_dir: Path, *, check: Callable[[Path], object], steps: Container[int] | None = None
+) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint, of these steps or of any, that `check` (`read` or `verify`) finds
+    whole, also one that was about to be replaced; and what is wrong with each newer one.
+    """
+    half = {path.with_suffix(""): path for path in _half_replaced(run_dir)}
+    damaged: list[str] = []
+    for name in sorted([*_finished(run_dir), *half], key=step_of, reverse=True):
+        if steps is not None and step_of(name) not in steps:
+            continue
+        try:
+            check(half.get(name, name))
+            return half.get(name, name), damaged
+        except (CheckpointError, OSError) as error:  # it may be replaced or removed meanwhile
+            damaged.append(str(error))
+    return None, damaged
+
+
 def latest(run_dir: Path) -> Path | None:
     """Find the newest complete checkpoint, or None; also one that was about to be replaced."""
-    half = {path.with_suffix(""): path for path in _half_replaced(run_dir)}
-    named = sorted([*_finished(run_dir), *half], key=step_of)
-    found = [half.get(path, path) for path in named]
-    return next((path for path in reversed(found) if _is_complete(path)), None)
+    return newest_whole(run_dir, check=read)[0]
 
 
 def finish_replacing(run_dir: Path) -> bool:
@@ -198,12 +215,15 @@ def finish_replacing(run_dir: Path) -> bool:
 
 
 def find(source: Path) -> Path:
-    """Find the checkpoint that `source` is, or the newest complete one of a run directory. Raises
-    SetupError.
+    """Find the checkpoint that `source` is, or the newest one of a run directory. Raises SetupError
+    where there is none, or its files are not all there.
     """
     if (source / MANIFEST).is_file():
         return source
-    newest = latest(source)
+    newest, damaged = newest_whole(source, check=read)
+    if damaged:
+        older = f"; the newest whole one is {newest}" if newest else ""
+        raise SetupError(f"{damaged[0]}{older}")
     if newest is None:
         raise SetupError(
             f"{source} is no checkpoint and has none: give .../checkpoints/step_N, or a run "

@@ -9,8 +9,7 @@ are deleted while a run goes on.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,28 +18,9 @@ from async_grpo.config import yaml12
 from async_grpo.config.resume import Changes, compare
 from async_grpo.config.schema import Config
 from async_grpo.errors import JournalError, SetupError
-from async_grpo.replay.history import read_history
+from async_grpo.replay.history import find_past, read_history
 from async_grpo.replay.journal import segments
-
-_TAIL_BYTES = 2**20
-
-
-def last_logged_step(run_dir: Path) -> int:
-    """Read the newest learner step from the end of `metrics.jsonl`; 0 if there is none."""
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off: by the death of its writer, or at the beginning of the tail
-        if "train/loss" in row:
-            return int(row["step"])
-    return 0
+from async_grpo.replay.resume import JournalSettings, last_logged_step
 
 
 def first_evaluation(run_dir: Path) -> tuple[int, dict[str, float]] | None:
@@ -61,25 +41,47 @@ def has_past(config: Config) -> bool:
     return config.checkpoint.resume != "never" and bool(segments(Path(config.run.dir) / "journal"))
 
 
-def find_checkpoint(config: Config, *, total_steps: int) -> Path | None:
-    """Find the checkpoint to continue, or None. Raises SetupError for one that does not fit."""
-    resume = config.checkpoint.resume
+def find_checkpoint(
+    config: Config, *, total_steps: int, data: str, check: Callable[[Path], dict] = checkpoint.read
+) -> tuple[Path | None, list[str]]:
+    """Find the checkpoint to continue, or None, and what there is to say: of newer ones that are
+    damaged, or that the run begins anew. Raises SetupError for one that does not fit, and where
+    damage would let the run begin anew. data: fingerprint of the training data.
+    """
+    resume, run_dir = config.checkpoint.resume, Path(config.run.dir)
     if resume == "never":
-        return None
-    found = (
-        checkpoint.latest(Path(config.run.dir)) if resume == "auto" else Path(resume).expanduser()
-    )
-    if found is not None:
-        try:
-            manifest = checkpoint.read(found)
-        except checkpoint.CheckpointError as error:
-            raise SetupError(str(error)) from error
-        if manifest["step"] > total_steps:
-            raise SetupError(
-                f"{found} is of step {manifest['step']}, the run ends at step "
-                f"{total_steps}; raise run.total_steps"
-            )
-    return found
+        return None, []
+    if resume == "auto":
+        found, damaged = checkpoint.newest_whole(run_dir, check=check)
+    else:
+        found, damaged = Path(resume).expanduser(), []
+        verified(found, check=check)
+    if found is None:
+        return None, _without_checkpoint(config, damaged, data)
+    if (step := checkpoint.read(found)["step"]) > total_steps:
+        raise SetupError(
+            f"{found} is of step {step}, the run ends at step {total_steps}; raise run.total_steps"
+        )
+    return found, [f"{error}; the run goes on from {found}" for error in damaged]
+
+
+def _without_checkpoint(config: Config, damaged: list[str], data: str) -> list[str]:
+    """Say what is taken in place of checkpoints. Raises SetupError where damage leaves nothing."""
+    run_dir, journal = Path(config.run.dir), config.replay.journal.enable
+    reached = last_logged_step(run_dir)
+    if not damaged and not (journal and has_past(config)):
+        anew = f"{run_dir} has neither checkpoint nor journal: the run begins anew"
+        return [f"{anew}, although it had come to learner step {reached}"] if reached else []
+    settings, why = JournalSettings.of(config, start="", fingerprint=data), "there is no journal"
+    if journal:  # the queue says where it is of other settings, which is no damage
+        identity = settings.identity if damaged else None
+        why = find_past(Path(settings.directory), None, step=0, identity=identity)[1]
+    if why and (damaged or reached):
+        raise SetupError(
+            f"the run cannot go on from where it was: {'; '.join([*damaged, why])}. Bring the "
+            "files back, or begin anew: checkpoint.resume=never, or another run.dir"
+        )
+    return [f"{error}; the run goes on from its journal" for error in damaged]
 
 
 def changes(config: Config, found: Path | None) -> Changes:
@@ -99,18 +101,16 @@ def changes(config: Config, found: Path | None) -> Changes:
     return different
 
 
-def verified(found: Path | None) -> dict | None:
-    """Verify a checkpoint's files; its manifest. Raises SetupError with what to do about damage."""
-    if found is None:
-        return None
+def verified(found: Path, *, check: Callable[[Path], dict] = checkpoint.verify) -> dict:
+    """Check a checkpoint's files; its manifest. Raises SetupError with what to do about damage."""
     try:
-        return checkpoint.verify(found)
-    except checkpoint.CheckpointError as error:
+        return check(found)
+    except (checkpoint.CheckpointError, OSError) as error:
         run_dir = found.parent.parent
         paths = [checkpoint.path_for(run_dir, step) for step in checkpoint.steps(run_dir)]
         others = [path for path in paths if path != found]
-        older = f"; go on from an older one: checkpoint.resume={others[-1]}" if others else ""
-        raise SetupError(f"{error}{older}") from error
+        another = f"; go on from another one: checkpoint.resume={others[-1]}" if others else ""
+        raise SetupError(f"{error}{another}") from error
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,6 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
     """Find the longest course through the steps recorded in `source`: from the initial model, the
     oldest checkpoint, or that of step `after`. Raises SetupError without one.
     """
-    if not segments(source / "journal"):
-        raise SetupError(
-            f"{source} has no journal: it is not the directory of a run (run.dir), or "
-            "replay.journal.enable was false"
-        )
     try:
         steps = set(read_history(source / "journal").steps)
     except JournalError as error:

@@ -140,7 +140,7 @@ class LearnerSupervisor:
             self._learner.kill()
             # A checkpoint under way is complete without the ranks, or fails at once.
             await self._saver.wait()
-            origin = await asyncio.to_thread(self._newest, reached)
+            origin = await self._newest(reached)
             self._listener.note(
                 f"{error}{seen}; the learner starts again from "
                 f"{origin.path or 'the initial model'} ({self._counted()}), the rollout actors go "
@@ -191,19 +191,20 @@ class LearnerSupervisor:
         checks = [self._session.node_serves(node, timeout_s=timeout_s) for node in self._nodes]
         return all(await asyncio.gather(*checks))
 
-    def _newest(self, reached: int) -> Origin:
-        """Find the newest intact checkpoint up to `reached`, or where this start began."""
-        run_dir = Path(self._config.run.dir)
-        for step in reversed(
-            [step for step in checkpoint.steps(run_dir) if self._origin.step < step <= reached]
-        ):
-            path = checkpoint.path_for(run_dir, step)
-            try:
-                checkpoint.verify(path)
-            except (checkpoint.CheckpointError, OSError) as error:
-                self._listener.note(f"{error}; an older checkpoint is taken")
-            else:
-                return Origin(path, step)
+    async def _newest(self, reached: int) -> Origin:
+        """Find the newest whole checkpoint up to `reached`, or where this start began. Raises
+        FaultBudgetSpent where damage would let the run begin there anew.
+        """
+        run_dir, steps = Path(self._config.run.dir), range(self._origin.step + 1, reached + 1)
+        found, damaged = await asyncio.to_thread(
+            checkpoint.newest_whole, run_dir, check=checkpoint.verify, steps=steps
+        )
+        for error in damaged:
+            self._listener.note(f"{error}; an older checkpoint is taken")
+        if found is not None:
+            return Origin(found, checkpoint.step_of(found))
+        if damaged and (why := await self._queue.obstacle(after=self._origin.step, until=reached)):
+            raise FaultBudgetSpent(f"{damaged[0]}, no other checkpoint is whole, and {why}")
         return self._origin
 
     async def _reason_to_discard(self, origin: Origin, reached: int, *, blame: bool) -> str:

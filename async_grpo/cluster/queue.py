@@ -167,6 +167,7 @@ class QueueProcess:
             lost_steps="discard",
             reason=why,
             fresh=False,
+            reached=0,
         )
         settings = replace(self._settings, trained_steps=step)
         self._opened = queue = open_queue(settings, journal, snapshot=snapshot)

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,8 @@ class Forecast:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
             os.replace(draft, self._run_dir / NAME)
         except OSError as error:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
             if self._error is not None:
                 self._error(f"{self._run_dir / NAME} could not be written: {error.strerror}")
                 self._error = None

@@ -50,7 +50,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     except OSError as error:  # a name that no file can have, a disk that does not answer
         raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
     total_steps = _total_steps(config, len(task))
-    found = find_checkpoint(config, total_steps=total_steps)
+    found, _ = find_checkpoint(config, total_steps=total_steps, data=task.fingerprint)
     return Checked(
         weights,
         problems=len(task),

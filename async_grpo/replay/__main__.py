@@ -48,7 +48,6 @@ from async_grpo.replay.inspection import (
     why_none,
     why_unknown,
 )
-from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.runtime.text import counted, on_one_line, shortened
 from async_grpo.wire.codec import Group, Row, WireError
@@ -208,11 +207,6 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _history(run_dir: Path) -> History:
     if not run_dir.is_dir():
         raise SetupError(f"{run_dir} is no directory")
-    if not segments(run_dir / "journal"):
-        raise SetupError(
-            f"{run_dir} has no journal: it is not the directory of a run (run.dir), or "
-            "replay.journal.enable is false"
-        )
     return read_history(run_dir / "journal")
 
 

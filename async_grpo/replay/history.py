@@ -28,8 +28,10 @@ can be read; a recorded group that cannot be read is an error, never left out.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +43,6 @@ from async_grpo.replay import events
 from async_grpo.replay.events import Event
 from async_grpo.replay.journal import Results, Segment, segment_path, segments
 from async_grpo.replay.ledger import FramePosition, GroupEntry, Ledger, State
-from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import (
     Batch,
     Group,
@@ -83,7 +84,8 @@ def lineage(
     directory: Path, *, first: int | None = None, whole: bool = False
 ) -> tuple[list[Link], list[str]]:
     """Links from the oldest ancestor (`first`) to the newest segment (its newest descendant), and a
-    note for every unreadable segment. Raises JournalError without a readable segment, or `first`.
+    note for every unreadable segment, and for every missing one that newer ones need. Raises
+    JournalError without a readable segment, or `first`.
 
     whole: an unreadable ancestor ends the history before it, instead of beginning after it.
     """
@@ -105,7 +107,14 @@ def lineage(
         broken = oldest.parent is not None and segment_path(directory, oldest.parent[0]).exists()
         if oldest.number == first or (first is None and not (whole and broken)):
             return links, notes
-    raise JournalError(notes[0] if notes else f"there is no journal in {directory}")
+        if oldest.parent is not None and not broken:
+            notes.append(f"the journal's {segment_path(directory, oldest.parent[0])} is missing")
+    raise JournalError(
+        notes[0]
+        if notes
+        else f"{directory.parent} has no journal: it is not the directory of a run (run.dir), or "
+        "replay.journal.enable is false"
+    )
 
 
 class Visitor:
@@ -205,27 +214,30 @@ class Past(Visitor):
 
 
 def find_past(
-    directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str
+    directory: Path, snapshot: dict[str, Any] | None, *, step: int, identity: str | None
 ) -> tuple[Past | None, str]:
-    """Find the history from the checkpoint, or the beginning, on; None, and why, without one."""
-    other = "the journal in the run's directory is of another run, or of other settings"
-    foreign = f"{other}, and is not read"
-    if snapshot is not None and snapshot["segment"] not in segments(directory):
-        return None, foreign
+    """Find the history from the checkpoint after `step`, or the beginning, on; None, and why,
+    without one. identity: of what begins without a checkpoint; None: any.
+    """
+    first = None if snapshot is None else snapshot["segment"]
+    begins = segment_path(directory, first or 0)
+    gone = first is not None and not begins.exists()
     try:
-        first = None if snapshot is None else snapshot["segment"]
-        links, notes = lineage(directory, first=first, whole=True)
+        links, notes = lineage(directory, first=None if gone else first, whole=True)
     except JournalError as error:
         return None, f"the journal is not read, because {error}"
     oldest = links[0].segment.snapshot
-    if snapshot is None:
-        begun = oldest["ledger"]["steps"] or oldest["ledger"]["next_group_id"]
-        if begun or settings.trained_steps or oldest["identity"] != identity:
-            return None, foreign
-    elif oldest["journal"] != snapshot["journal"]:
-        return None, foreign
+    name, ours = ("identity", identity) if snapshot is None else ("journal", snapshot["journal"])
+    if ours not in (None, oldest[name]):
+        other = "the journal in the run's directory is of another run, or of other settings"
+        return None, f"{other}, and is not read"
+    if gone:
+        return None, f"the journal's {begins} is missing"
+    if snapshot is None and (oldest["ledger"]["steps"] or oldest["ledger"]["next_group_id"]):
+        steps = oldest["ledger"]["steps"]
+        return None, f"the journal in {directory} begins after learner step {steps}"
     past = Past(oldest)
-    read(_one_branch(links, settings.trained_steps), past, damage="end")
+    read(_one_branch(links, step), past, damage="end")
     past.notes += notes
     return past, ""
 
@@ -309,9 +321,10 @@ def _part(links: list[Link], *, first: int, last: int) -> list[Link]:
 
 REFUSALS = 100
 """Refused results that are remembered; the ledger counts all of them."""
-Unlisted = Literal["deleted", "damaged", "before"]
+Unlisted = Literal["deleted", "missing", "damaged", "before"]
 """Why the history does not tell of a group: its segments were deleted, as checkpoints do with those
-that nobody needs; what they told is damaged; or the journal began after it.
+that nobody needs; one is missing that no checkpoint deleted; what they told is damaged; or the
+journal began after it.
 """
 
 
@@ -351,8 +364,9 @@ class History(Visitor):
         self.refusals: deque[events.Refuse] = deque(maxlen=REFUSALS)
         """The latest results that changed no group."""
         self._unfinished: dict[int, GroupRecord] = {}
-        self._not_earlier = _why_not_earlier(oldest)
-        """Why the history does not begin earlier."""
+        self.missing = _missing(oldest)
+        """Segments that should be there."""
+        self._not_earlier = self._why_not_earlier(oldest)
         self._first = self.ledger.next_group_id
         """The first group that is issued in it."""
         self._results = Results(directory)
@@ -369,6 +383,12 @@ class History(Visitor):
         later = self.ledger.issued - len(self.groups) - earlier
         counts["damaged"] = counts.get("damaged", 0) + later
         return {reason: count for reason, count in counts.items() if count > 0}
+
+    def _why_not_earlier(self, oldest: Segment) -> Unlisted:
+        if oldest.parent is None:
+            return "before"
+        path = segment_path(self.directory, oldest.parent[0])
+        return "damaged" if path.exists() else "missing" if path in self.missing else "deleted"
 
     def frame(self, group_id: int, attempt: int | None = None) -> bytes:
         """Return the result of an attempt, by default the latest one. Raises LookupError without
@@ -509,13 +529,22 @@ def read_history(directory: Path) -> History:
             history.notes.append(
                 f"{link.segment.path}: the last record {tail} cut off ({cut_off:,} bytes)"
             )
+    history.notes += [f"{path} is missing" for path in history.missing]
     return history
 
 
-def _why_not_earlier(oldest: Segment) -> Unlisted:
-    if oldest.parent is None:
-        return "before"
-    return "damaged" if segment_path(oldest.path.parent, oldest.parent[0]).exists() else "deleted"
+def _missing(oldest: Segment) -> list[Path]:
+    """Find the segments before the oldest one, and at the beginnings of checkpoints, that no
+    checkpoint can have deleted: that needs one which begins later, and those there are kept.
+    """
+    directory, kept = oldest.path.parent, set()
+    for path in directory.parent.glob(f"checkpoints/step_{'[0-9]' * 6}/queue.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # just deleted, or damaged
+            kept.add(int(json.loads(path.read_text(encoding="utf-8"))["segment"]))
+    earlier = kept if oldest.parent is None else kept | {oldest.parent[0]}
+    numbers = sorted(number for number in earlier if number >= min(kept, default=0))
+    paths = [segment_path(directory, number) for number in numbers]
+    return [path for path in paths if not path.exists()]
 
 
 def _ended(record: GroupRecord, ledger: Ledger) -> State | None:

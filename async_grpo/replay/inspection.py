@@ -328,11 +328,13 @@ def _reasons(counts: Mapping[str, int]) -> str:
 
 _GONE_BECAUSE: dict[Unlisted, str] = {
     "deleted": "are no longer in the journal",
+    "missing": "were in a segment of the journal that is missing",
     "damaged": "were in a damaged part of the journal",
     "before": "are from before this journal began",
 }
 _UNLISTED_BECAUSE: dict[Unlisted, str] = {
     "deleted": "their segments were deleted at checkpoints (normal)",
+    "missing": "a segment of the journal that no checkpoint deleted is missing",
     "damaged": "what the journal told of them is damaged",
     "before": "they are from before this journal began",
 }

@@ -18,7 +18,7 @@ or in it:
     cut off in the last record          the writer died while it wrote: nobody was told that it is
                                         there, so it is not
     a record that does not add up,      damaged: the records before it are good, none after it is
-      with good ones behind it          taken (JournalDamage)
+      whole or with good ones behind    taken (JournalDamage)
     a payload that does not add up      found when the frame is decoded: that group is lost, the
                                         record is not
 
@@ -314,13 +314,14 @@ class Segment:
         return memoryview(self._data)[place.offset : place.offset + place.length]
 
     def _next(self, expected: int | None) -> JournalRecord | None:
-        at, end = self.size, len(self._data)
+        at, end, whole = self.size, len(self._data), False
         if at == end:
             return None
         if end - at >= _RECORD_BYTES:
             magic, length, payload, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
             stop = start + length
+            whole = magic == _RECORD_MAGIC and stop + payload <= end
             if (
                 magic == _RECORD_MAGIC
                 and length <= MAX_BODY_BYTES
@@ -337,10 +338,11 @@ class Segment:
                     self._unpack(start, stop),
                     FramePosition(self.number, stop, payload) if payload else None,
                 )
-        if expected is not None and (found := self._later_record(expected)) is not None:
+        found = None if expected is None else self._later_record(expected)
+        if expected is not None and (whole or found is not None):
+            behind = "the last one" if found is None else f"good records go on at byte {found}"
             raise JournalDamage(
-                f"{self.path} is damaged at byte {at} (record {expected}; good records go "
-                f"on at byte {found})"
+                f"{self.path} is damaged at byte {at} (record {expected}; {behind})"
             )
         self.cut_off = end - at
         return None

@@ -10,9 +10,9 @@ step t or in training it:
     roll forward    the ledger is taken as it was at the end. The learner trains c+1 to t again from
                     the recorded batches, so that the weights, and with them the versions of all
                     tokens, are what they were: nothing is lost but time
-    roll back       where that cannot be, steps are discarded: the batches after c are taken back.
-                    Results without a token newer than c are ready again, all other groups wait to
-                    be issued again, and `run_epoch` is raised
+    roll back       where that cannot be, or only up to some step, steps are discarded: the batches
+                    after it are taken back. Results without a token newer than it are ready again,
+                    all other groups wait to be issued again, and `run_epoch` is raised
 
 With another start, tickets that were out are lost with their actors.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,9 @@ from async_grpo.wire.codec import WireError
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
+
+
+_TAIL_BYTES = 2**20
 
 
 @dataclass
@@ -86,10 +90,10 @@ class ResumeReport:
                 "forward from the recorded batches"
             )
         if self.lost_steps:
-            text += (
-                f"; {_steps(self.lost_steps)} after the checkpoint (step {self.from_step}) "
-                f"discarded and trained anew: {self.why}"
-            )
+            there = f"step {self.rolls_to}"
+            after = there if self.rolls_to else f"the checkpoint (step {self.from_step})"
+            text += f"; {_steps(self.lost_steps)} after {after} discarded and trained anew"
+            text += f": {self.why or 'they are not in the journal'}"
         return text + "".join(f"; {part}" for part in (self.continued, self.note) if part)
 
 
@@ -97,18 +101,21 @@ def _steps(count: int) -> str:
     return f"{count} learner step{'s' if count > 1 else ''}"
 
 
-def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
-    """Say why steps after `settings.trained_steps` cannot be trained from the journal, or ""."""
-    for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
+def obstacle(past: Past, settings: QueueSettings, results: Results) -> tuple[int, str]:
+    """Find the last step up to which the journal can train those after `settings.trained_steps`;
+    why it cannot train the next one, or "".
+    """
+    newest = past.ledger.newest_version
+    for step in range(settings.trained_steps + 1, newest + 1):
         if step not in past.steps:
-            return f"the journal does not have the batch of step {step}"
+            return step - 1, f"the journal does not have the batch of step {step}"
         for group_id in past.steps[step]:
             entry = past.results.get(group_id)
             try:
                 results.read(entry, max_bytes=settings.max_frame_bytes)
             except WireError as error:
-                return f"group {group_id} of step {step} cannot be read ({error})"
-    return ""
+                return step - 1, f"group {group_id} of step {step} cannot be read ({error})"
+    return newest, ""
 
 
 def roll_forward(
@@ -274,6 +281,24 @@ def _keep_what_can_be_trained(
             entry.meta = entry.frame = entry.place = None
 
 
+def last_logged_step(run_dir: Path) -> int:
+    """Read the newest learner step from the end of `metrics.jsonl`; 0 if there is none."""
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut off: by the death of its writer, or at the beginning of the tail
+        if "train/loss" in row:
+            return int(row["step"])
+    return 0
+
+
 @dataclass(frozen=True)
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.
@@ -295,6 +320,8 @@ class JournalSettings:
     fsync: Fsync = "group"
     segment_bytes: int = 2**28
     fresh: bool = False
+    reached: int = 0
+    """The newest learner step that the metrics have: one that the journal lacks is lost."""
 
     @classmethod
     def of(cls, config: Config, *, start: str, fingerprint: str) -> JournalSettings:
@@ -310,6 +337,7 @@ class JournalSettings:
             lost_steps=checkpoint.on_lost_steps,
             fsync=config.replay.journal.fsync,
             fresh=checkpoint.resume == "never",
+            reached=last_logged_step(Path(config.run.dir)),
         )
         if checkpoint.resume in ("auto", "never"):
             return asked
@@ -427,10 +455,9 @@ class _Opening:
     ) -> ReplayQueue:
         """Open the queue of another start; without a fitting journal, all is generated again."""
         settings, journal, numbers = self.settings, self.journal, segments(self.directory)
-        past, note = None, ""
+        past, note, step = None, "", settings.trained_steps
         if numbers and not journal.fresh:
-            past, note = find_past(self.directory, snapshot, settings, journal.identity)
-        step = settings.trained_steps
+            past, note = find_past(self.directory, snapshot, step=step, identity=journal.identity)
         facts = snapshot_facts(
             journal.identity, journal.training, start=journal.start, from_step=step
         )
@@ -441,7 +468,10 @@ class _Opening:
             ledger, report, continued = self._taken_up(past, beginnings)
         elif snapshot is not None:
             facts["epoch"] = snapshot["epoch"] + 1
-            ledger, report = roll_back(Past(snapshot), settings, why=note)
+            ledger, report = roll_back(Past(snapshot), settings, why="")
+        if report is not None:
+            known = report.rolls_to or step
+            report.lost_steps = max(report.lost_steps, journal.reached - known)
         if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
             ledger.tokens.new_actors(over=past is not None and past.ledger.over)
         if note:
@@ -460,11 +490,16 @@ class _Opening:
         """Rebuild the ledger; the summary, and the partial rollouts that continue."""
         same = past.snapshot["identity"] == self.journal.identity
         settings, results = self.settings, Results(self.directory) if same else None
-        why = self._why_not_forward(past, results)
-        if results is not None and not why:
+        step = settings.trained_steps
+        until, why = self._way_forward(past, results)
+        if results is not None and until > step and not why:
             ledger, report = roll_forward(past, settings, results)
-        else:
-            ledger, report = roll_back(past, settings, results=results, why=why)
+        else:  # to the last step before what cannot be trained again
+            there = replace(settings, trained_steps=until)
+            ledger, report = roll_back(past, there, results=results, why=why)
+            if until > step:
+                report.from_step, report.rolls_to = step, until
+                report.rolled = until - step
         if not beginnings or results is None:
             return ledger, report, []
         free, end = free_again(settings, ledger), past.ledger
@@ -472,18 +507,19 @@ class _Opening:
         report.continued = told(continued, useless)
         return ledger, report, continued
 
-    def _why_not_forward(self, past: Past, results: Results | None) -> str:
-        newest = past.ledger.newest_version
-        if newest <= self.settings.trained_steps:
-            return "nothing is lost"
+    def _way_forward(self, past: Past, results: Results | None) -> tuple[int, str]:
+        """Find the step to which the run rolls forward, and why it goes no further, or ""."""
+        newest, step = past.ledger.newest_version, self.settings.trained_steps
+        if newest <= step:
+            return step, ""
         if self.journal.lost_steps == "discard":
-            return self.journal.reason
+            return step, self.journal.reason
         if results is None:
-            return "they were trained under another model, data or sampling"
+            return step, "they were trained under another model, data or sampling"
         if past.snapshot["training"] != self.journal.training:
-            return "settings of training have changed since"
+            return step, "settings of training have changed since"
         if past.snapshot["rolled_to"] == newest:
-            return f"the run ended twice at learner step {newest}"
+            return step, f"the run ended twice at learner step {newest}"
         return obstacle(past, self.settings, results)
 
     def _writer(self, number: int, last: Segment | None) -> Writer:

@@ -14,7 +14,6 @@ from async_grpo.checkpoint.resume import (
     differences,
     find_checkpoint,
     first_evaluation,
-    last_logged_step,
     plan_rerun,
     verified,
 )
@@ -22,7 +21,7 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.journal import segment_path, segments
-from async_grpo.replay.resume import JournalSettings, open_queue
+from async_grpo.replay.resume import JournalSettings, last_logged_step, open_queue
 from tests.support.frames import frame_of
 from tests.support.queues import queue_settings
 
@@ -115,21 +114,23 @@ def settings(run_dir: Path, resume: str) -> Config:
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
-    assert find_checkpoint(settings(tmp_path, "auto"), total_steps=9) is None
+
+    def find(resume: str, total_steps: int = 9) -> Path | None:
+        return find_checkpoint(settings(tmp_path, resume), total_steps=total_steps, data="")[0]
+
+    assert find("auto") is None
     first, second = saved(tmp_path, 3), saved(tmp_path, 6)
-    assert find_checkpoint(settings(tmp_path, "never"), total_steps=9) is None
-    assert find_checkpoint(settings(tmp_path, "auto"), total_steps=9) == second
-    assert find_checkpoint(settings(tmp_path, str(first)), total_steps=9) == first
+    assert (find("never"), find("auto"), find(str(first))) == (None, second, first)
     with pytest.raises(SetupError, match="is of step 6, the run ends at step 5; raise"):
-        find_checkpoint(settings(tmp_path, "auto"), total_steps=5)
+        find("auto", 5)
     for nothing in (tmp_path, first / "queue.json"):
         with pytest.raises(SetupError, match="has no manifest"):
-            find_checkpoint(settings(tmp_path, str(nothing)), total_steps=9)
+            find(str(nothing))
 
 
 def test_a_damaged_checkpoint_is_answered_with_an_older_one(tmp_path: Path) -> None:
     first, second = saved(tmp_path, 3), saved(tmp_path, 6)
-    assert verified(None) is None and verified(first)["step"] == 3
+    assert verified(first)["step"] == 3
     (second / "queue.json").write_text("{}")
     with pytest.raises(SetupError, match=r"contents of queue\.json .*resume=.*step_000003$"):
         verified(second)

@@ -115,6 +115,8 @@ def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_chang
             life = Life(tmp_path / str(seed), 3000 + seed)
             for _ in range(200):
                 await life.call()
+            if life.checkpoints:
+                keep_checkpoint(tmp_path, life.checkpoints[0].snapshot)
             history, ledger = read_history(tmp_path / str(seed)), life.queue._ledger
             assert history.ledger.snapshot() == ledger.snapshot()
             for group_id, record in history.groups.items():
@@ -132,6 +134,13 @@ def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_chang
 
     asyncio.run(lives())
     assert hidden > 0, "no segment was deleted"
+
+
+def keep_checkpoint(run_dir: Path, snapshot: dict) -> None:
+    """What of a run's oldest checkpoint says which segments others may have deleted."""
+    path = run_dir / "checkpoints" / "step_000005" / "queue.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(snapshot))
 
 
 async def restarted(life: Life, segment_bytes: int, *, calls: int) -> None:
@@ -159,6 +168,7 @@ def test_the_bytes_that_a_dying_writer_left_are_a_note_and_every_prefix_is_a_his
     data = segment_path(tmp_path / "whole", number).read_bytes()
     cut, issued = tmp_path / "cut", -1
     cut.mkdir()
+    keep_checkpoint(tmp_path, {"segment": number})
     for size in range(Segment(tmp_path / "whole", number).size, len(data) + 1, 7):
         segment_path(cut, number).write_bytes(data[:size])
         history = read_history(cut)
@@ -203,7 +213,9 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
     assert history.ledger.snapshot() == ledger.snapshot()
     assert history.unlisted == {"damaged": ledger.issued - len(history.groups)}
     path.unlink()
-    assert read_history(tmp_path).unlisted == {"deleted": ledger.issued - len(history.groups)}
+    without = read_history(tmp_path)
+    assert without.unlisted == {"missing": ledger.issued - len(history.groups)}
+    assert f"{path} is missing" in without.notes
 
     put = next(record for record in records if record.place is not None)
     broken = bytearray(whole)
@@ -216,7 +228,7 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
 
 
 def test_where_there_is_nothing_to_read_one_sentence_says_so(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="no journal in"):
+    with pytest.raises(JournalError, match="has no journal"):
         read_history(tmp_path)
     segment_path(tmp_path, 1).write_bytes(b"AGRJ")
     with pytest.raises(JournalError, match="is no segment"):
@@ -830,6 +842,7 @@ def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await train(queue, 5)
         checkpoint = await queue.snapshot()
         await queue.forget(segment=checkpoint["segment"], step=4)
+        keep_checkpoint(directory, checkpoint)
 
     asyncio.run(live())
     assert len(segments(journal_of(directory))) == 2
@@ -1027,7 +1040,7 @@ def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: P
         "the groups of step 3 were in a damaged part of the journal"
     ]
     assert titles(look("--step", "1", directory=tmp_path)) == [
-        "the groups of step 1 are no longer in the journal, which has steps 2 to 4"
+        "the groups of step 1 were in a segment of the journal that is missing"
     ]
     path.write_bytes(b"")
     assert titles(look("--step", "1", directory=tmp_path)) == [
@@ -1139,3 +1152,42 @@ def test_looking_loads_neither_torch_nor_ray_nor_transformers(run_dir: Path) -> 
         timeout=120,
     )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_each_kind_of_loss_is_called_by_its_name(look, tmp_path: Path) -> None:
+    """The last record, and a segment that a checkpoint begins with."""
+    snapshots = []
+
+    async def live() -> None:
+        queue = open_queue(
+            queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path))
+        )
+        for step in range(1, 4):
+            await train(queue, step)
+            await queue.live(step)
+            snapshots.append(await queue.snapshot())
+
+    asyncio.run(live())
+    keep_checkpoint(tmp_path, snapshots[0])
+    number = segments(journal_of(tmp_path))[-2]
+    path = segment_path(journal_of(tmp_path), number + 1)
+    whole, end = path.read_bytes(), segment_path(journal_of(tmp_path), number)
+    last = end.read_bytes()
+    path.unlink()
+    end.write_bytes(last[:-2] + bytes([last[-2] ^ 1]) + last[-1:])
+    text = look("--ledger", directory=tmp_path)
+    assert "damaged at byte" in text and "the last one)" in text and "being written" not in text
+    end.write_bytes(last[:-2])
+    text = look("--ledger", directory=tmp_path)
+    assert "is being written, or was cut off" in text and "damaged" not in text
+    end.write_bytes(last)
+    keep_checkpoint(tmp_path, snapshots[2])
+    assert f"note      {path} is missing" in look("--ledger", directory=tmp_path)
+    keep_checkpoint(tmp_path, snapshots[0])
+    path.write_bytes(whole)
+    end.unlink()
+    text = look("--ledger", directory=tmp_path)
+    assert f"{end} is missing" in text and "deleted at checkpoints" not in text
+    assert "a segment of the journal that no checkpoint deleted is missing" in text
+    keep_checkpoint(tmp_path, snapshots[2])
+    assert "deleted at checkpoints (normal)" in look("--ledger", directory=tmp_path)

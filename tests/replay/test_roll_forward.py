@@ -139,10 +139,10 @@ async def test_without_a_checkpoint_the_run_is_rolled_forward_from_its_beginning
     assert [(await queue.get_batch(step)).step for step in range(1, 6)] == [1, 2, 3, 4, 5]
 
 
-async def damage(journal: JournalSettings) -> None:
-    """A byte in a frame of step 3 turns."""
+async def damage(journal: JournalSettings, step: int = 3) -> None:
+    """A byte in a frame of this step turns."""
     history = read_history(Path(journal.directory))
-    place = history.groups[history.steps[3][0]].frames[-1][1]
+    place = history.groups[history.steps[step][0]].frames[-1][1]
     path = segment_path(Path(journal.directory), place.segment)
     data = bytearray(path.read_bytes())
     data[place.offset + place.length // 2] ^= 1
@@ -178,6 +178,28 @@ async def test_steps_that_cannot_be_repeated_are_discarded_with_the_reason(
     assert (await queue.counts())["trained"] == 2 * 5 and {
         ticket.run_epoch for ticket in await queue.acquire("a", 5, [], 99)
     } <= {1}
+
+
+async def test_only_what_comes_after_damage_is_discarded(tmp_path: Path) -> None:
+    snapshot, journal, [old] = await interrupted(tmp_path)
+    await damage(journal, step=5)
+    queue = await again(journal, snapshot)
+    ledger, said = queue._ledger, str(queue.report)
+    assert (ledger.steps, ledger.live, ledger.run_epoch, ledger.epoch_step) == (4, 4, 1, 4), said
+    assert (
+        "2 learner steps after the checkpoint (step 2) rolled forward from the recorded batches; "
+        "1 learner step after step 4 discarded and trained anew: group "
+    ) in said and "of step 5 cannot be read" in said
+    recorded = read_history(tmp_path).steps
+    for step in (3, 4):
+        assert [one.group_id for one in (await queue.get_batch(step)).groups] == list(
+            recorded[step]
+        )
+    assert [verdict.status for verdict in await queue.put("a", [frame_of(old)])] == ["abandoned"]
+    assert all(ticket.policy_version == 4 for ticket in await queue.acquire("b", 4, [], 99))
+    third = await again(journal, snapshot, start="third")
+    assert (third._ledger.steps, third._ledger.run_epoch) == (2, 2), "it ended twice at step 4"
+    assert (await third.counts())["trained"] == 4
 
 
 async def test_tokens_as_old_as_the_restored_step_are_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def kill_at(home: Path, case: str, point: int) -> int:
     final = checkpoint.path_for(run_dir, 2)
     there = final.exists()
     found = checkpoint.latest(run_dir)
-    assert found == (final if there else checkpoint.path_for(run_dir, 1)), (
+    assert found.with_suffix("") == (final if there else checkpoint.path_for(run_dir, 1)), (
         f"{case} {point}: {found}"
     )
     manifest = checkpoint.verify(found)
