@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import ray
 
+from async_grpo import run
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.resume import Course
 from async_grpo.cluster import session
+from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
@@ -50,6 +52,41 @@ def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model
         assert one._checked.checkpoint == paths[0]
         with pytest.raises(SetupError, match="has no manifest"):
             one.restore(tmp_path)
+
+
+def damaged_run(run_dir: Path, *steps: int) -> None:
+    """Checkpoints of which the newest has another byte than was written; no journal."""
+    for step in steps:
+        directory = checkpoint.begin(run_dir, step)
+        (directory / "queue.json").write_text("{}")
+        newest = checkpoint.commit(directory, {"step": step})
+    (newest / "queue.json").write_text("[]")
+
+
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path, model: str) -> None:
+    damaged_run(tmp_path / "run", 3, 6)
+    out = io.StringIO()
+    with trainer(tmp_path / "run", model) as one:
+        one.console = Console(out)
+        one._own_directory()
+        assert checkpoint.step_of(one._checked.checkpoint) == 6, "sizes do not show it"
+        assert one._whole_checkpoint()["step"] == 3
+        assert checkpoint.step_of(one._checked.checkpoint) == 3
+    said = " ".join(out.getvalue().split())
+    assert (
+        "step_000006 is damaged: the contents of queue.json have changed; the run goes on" in said
+    )
+
+
+def test_a_run_is_refused_rather_than_begun_anew(tmp_path: Path, model: str, capsys) -> None:
+    damaged_run(tmp_path / "run", 3)
+    (tmp_path / "c.yaml").write_text(dump(trainer(tmp_path / "run", model).config))
+    assert run.main([str(tmp_path / "c.yaml")]) == 2
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "the run cannot go on from where it was" in said and "checkpoint.resume=never" in said
+    assert not ray.is_initialized()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000003"]
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_what_needs_a_running_system_says_so(tmp_path: Path, model: str) -> None:
@@ -124,13 +161,13 @@ def test_a_start_that_failed_before_ray_is_repeated_and_a_stopped_trainer_is_not
     def connect(*_: object, **__: object) -> None:
         raise SetupError("no Ray here")
 
-    monkeypatch.setattr("async_grpo.lifecycle.verified", lambda path: 1 / 0)
+    monkeypatch.setattr(Trainer, "_whole_checkpoint", lambda self: 1 / 0)
     with trainer(tmp_path / "run", model) as one:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 one.start()
         one.stop("FAILED")
-        monkeypatch.setattr("async_grpo.lifecycle.verified", lambda path: None)
+        monkeypatch.setattr(Trainer, "_whole_checkpoint", lambda self: None)
         monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
         with pytest.raises(SetupError, match="no Ray here"):
             one.start()

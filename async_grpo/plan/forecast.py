@@ -1,8 +1,8 @@
 """What a run is expected to come to, and what it came to.
 
-Runs in: the driver. Hides where a measurement is from: another run of the same model and task in
-the same parent directory, measured on this machine, else the first `PROBE` steps of the run
-itself.
+Runs in: the driver. Hides where a measurement is from: an earlier start of the run, or another
+run of the same model and task in the same parent directory, measured on this machine, else the
+first `PROBE` steps of the run itself.
 
     RUN_DIR/plan.json   measured (for plans of other runs), source, predicted, found, errors
 
@@ -224,13 +224,15 @@ def kind(config: Config) -> dict[str, Any]:
 
 
 def measured_beside(config: Config, run_dir: Path) -> Iterator[Path]:
-    """Find the plan.json of runs of the same kind in the parent directory, the newest first."""
+    """Find the plan.json of runs of the same kind in the parent directory: that of the run itself,
+    which goes on, then the newest.
+    """
     wanted = json.loads(json.dumps(kind(config)))
     try:
         found = [(path.stat().st_mtime, path) for path in run_dir.parent.glob(f"*/{NAME}")]
     except OSError:
         return
-    for _, path in sorted(found, reverse=True):
+    for _, path in sorted(found, key=lambda one: (one[1].parent == run_dir, one), reverse=True):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             Measured.of(record["measured"])

@@ -75,6 +75,7 @@ def test_a_run_of_the_same_kind_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "broken" / "plan.json").write_text("{")
     again = forecast(tmp_path / "again", "replay.max_staleness=4", "rollout.rollout_batch_size=14")
     assert again.source == str(tmp_path / "new") and again.predicted is not None
+    assert forecast(tmp_path / "old").source == str(tmp_path / "old"), "it goes on"
     assert set(again.metrics()) and not again.errors(), "nothing came yet"
     told = [again.observe(line, GROUPS) for line in lines(60)]
     assert told[0] == again.metrics() and not any(told[1:])

@@ -185,7 +185,10 @@ def unsaved(config: Config) -> list[Any]:
 
 def _connection() -> Any:
     return SimpleNamespace(
-        session=None, key="wires", close=lambda: None, remove_leftovers=lambda: None
+        session=SimpleNamespace(exposed_token=lambda: None),
+        key="wires",
+        close=lambda: None,
+        remove_leftovers=lambda: None,
     )
 
 
