@@ -1,15 +1,11 @@
 """Which errors of a remote call mean that a process is gone, and how a death is told.
 
-Runs in: every process that calls another one. The one home of this rule. Ray says by the class of
-the error what a process died of: of itself or of its node (`ActorDiedError`, `NodeDiedError`,
-`WorkerCrashedError`, `LocalRayletDiedError`, `ActorUnschedulableError`: its node went before it
-began), or of the memory monitor (`OutOfMemoryError`, no `RayActorError`). An actor that cannot be
-reached (`ActorUnavailableError`) counts as dead too, since its call may have been made or not.
-Where a call may be made twice it is repeated instead: calls of the queue by Ray (`_queue_process`),
-those of an evaluation by the evaluation.
+Runs in: every process that calls another one. An actor that cannot be reached counts as dead, since
+its call may have been made; where a call may be made twice it is repeated: those of the queue by
+Ray (`_queue_process`), evaluations, and the connecting of the weights.
 
-Invariant: what a living process raises is no death, whatever the error carries: a `RayTaskError`
-has the class of its cause as well.
+Invariant: what a living process raises is no death, though a `RayTaskError` has the class of its
+cause as well.
 """
 
 from __future__ import annotations
@@ -43,16 +39,11 @@ def told(error: BaseException) -> str:
     line = last_line(error)
     if isinstance(error, exceptions.OutOfMemoryError):
         seen = _MEMORY.search(str(error))
-        where = f" ({seen[1]}: {seen[2]})" if seen else ""
-        line = (
-            f"its machine was short of memory{where}, and Ray's memory monitor killed it; fewer or "
-            "smaller processes there would fit (docs/failures.md)"
-        )
+        line = "its machine was short of memory" + (f" ({seen[1]}: {seen[2]})" if seen else "")
+        line += ", and Ray's memory monitor killed it; use fewer or smaller processes there"
     elif "OOM killer" in line:  # Ray's guesses, a paragraph of them
-        line = (
-            line.partition(". Worker exit type")[0]
-            + ", killed from outside or by a crash; `dmesg` tells whether it was for want of memory"
-        )
+        line = line.partition(". Worker exit type")[0]
+        line += ", killed from outside or by a crash; `dmesg` tells whether memory was short"
     return f"{type(error).__name__}: {line}"
 
 

@@ -286,6 +286,7 @@ class World:
         await system.open_weights()
         await system.evaluate(4)
         await system.step()
+        await system.settle()
         if self.death is not None and self.death[1] == "health":  # in its own time
             await until(lambda: self.strikes)
         await self.settled(system)
