@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,9 +248,6 @@ class HostsRun:
 _OURS = ("home", "ray")
 
 
-def table(events: list[Event], more: Mapping[str, str]) -> str:
+def table(events: list[Event]) -> str:
     """Rows of the table in the documentation."""
-    return "\n".join(
-        f"| {event.what} | {event.note} | {event.gap:.1f} s | {more.get(event.what, '')} |"
-        for event in events
-    )
+    return "\n".join(f"| {event.what} | {event.gap:.1f} s | {event.note} |" for event in events)

@@ -66,9 +66,9 @@ def test_an_engine_host_that_cannot_be_reached_stops_nothing_for_long(tmp_path: 
         run.leaves_nothing()
         counts = account.check(run, batch=R)
         assert counts["trained"] == R * counts["steps"]
-        print(table(run.events, {}), counts)
+        print(table(run.events), counts, flush=True)
         for event, seconds in zip(run.events[1:], CUTS_S, strict=True):
             assert event.gap <= min(seconds, PROBE_S) + GRACE_S, (event.what, event.gap)
             if seconds > LINE_S:
-                said = event.said("waits for actor-1")
+                said = event.said("waits for", b.address)
                 assert said is not None and said <= LINE_S + 5, event.lines
