@@ -31,6 +31,8 @@ START_S, SERVING_S, STEPS_S, END_S, LEFT_S = 240.0, 240.0, 120.0, 120.0, 60.0
 COLOURS = re.compile(r"\x1b\[\d*m")
 RAYS = ("raylet", "gcs_server", "/ray/", "ray.util.client", "ray::IDLE")
 """What belongs to `ray start` and stays after a run."""
+CACHES = ("torchinductor_", "__KMP_REGISTERED_LIB")
+"""Of torch, for the user; and of its threads, which a killed process leaves."""
 
 
 def settings(home: Path, run_dir: Path, **cluster: Any) -> dict[str, Any]:
@@ -215,8 +217,11 @@ class HostsRun:
 
     # ---- what it leaves ----
 
-    def leftovers(self, *, segments: bool = True) -> dict[str, list[str]]:
-        """By host: processes, files in /tmp and segments that are neither Ray's nor the host's."""
+    def leftovers(self, *, files: bool = True) -> dict[str, list[str]]:
+        """By host: processes, and files in /tmp and /dev/shm, that are neither Ray's nor ours.
+        files: those too that a killed run leaves to the next one.
+        """
+        known = {"home", "ray", self.dir.parts[2]}  # the last where it is below /tmp
         found = {}
         for host in self.hosts:
             if host.init is None:
@@ -226,26 +231,25 @@ class HostsRun:
                 for pid, command in host.processes().items()
                 if not any(mark in command for mark in RAYS)
             ]
-            left += [f"/tmp/{name}" for name in host.files_in("/tmp") if name not in _OURS]
             left += [
-                f"/dev/shm/{name}"
-                for name in host.files_in("/dev/shm")
-                if segments and name.startswith("async_grpo")
+                f"{place}/{name}"
+                for place in ("/tmp", "/dev/shm")
+                for name in host.files_in(place)
+                if name not in known
+                and not name.startswith(CACHES)
+                and (files or not name.startswith("async_grpo-"))
             ]
             if left:
                 found[host.name] = left
         return found
 
-    def leaves_nothing(self, *, segments: bool = True) -> None:
+    def leaves_nothing(self, *, files: bool = True) -> None:
         """Wait until nothing is left on any host."""
         deadline = time.monotonic() + LEFT_S
-        while left := self.leftovers(segments=segments):
+        while left := self.leftovers(files=files):
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.2)
-        assert not [*(self.dir / "checkpoints").glob("*.tmp")]
-
-
-_OURS = ("home", "ray")
+        assert not files or not [*(self.dir / "checkpoints").glob("*.tmp")]
 
 
 def table(events: list[Event]) -> str:

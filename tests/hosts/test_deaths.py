@@ -50,6 +50,14 @@ def power_on(hosts: Hosts, host: Host, head: Host, *, shares: bool = True) -> No
     host.start_ray(head, cpus=1)
 
 
+def continues(run: HostsRun) -> None:
+    """The same command goes on where the run was."""
+    at = run.steps()
+    run.start()
+    run.wait(lambda: run.steps() > at + 10, 300, "steps after the resume")
+    assert any("resumed" in line for _, line in run.lines), run.text()
+
+
 def comes_to_its_end(run: HostsRun) -> None:
     """SIGTERM saves and ends it; it leaves nothing, and nothing was lost or trained twice."""
     run.signal(signal.SIGTERM)
@@ -101,15 +109,6 @@ def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None
     run.goes_on()
     run.is_over(saving, f"checkpoint {run.newest_checkpoint()} is whole")
 
-    killed = run.begins("driver killed with SIGKILL, same command again")
-    run.signal(signal.SIGKILL)
-    run.ends()
-    run.leaves_nothing(segments=False)
-    run.start()
-    at = run.steps()
-    run.wait(lambda: run.steps() > at + 10, 300, "steps after the resume")
-    run.is_over(killed, next(line for _, line in run.lines if "resumed" in line))
-
     comes_to_its_end(run)
     for event in run.events[:4]:
         assert event.gap <= PROBE_S + GRACE_S, (event.what, event.gap)
@@ -147,18 +146,25 @@ def test_a_host_dies_in_the_start(two, tmp_path: Path) -> None:
     comes_to_its_end(run)
 
 
-def test_the_learners_host_dies(two, tmp_path: Path) -> None:
-    """And with it head and driver: B keeps nothing of the run, and the same command continues."""
+def test_the_driver_dies_and_then_the_learners_host(two, tmp_path: Path) -> None:
+    """Nothing of the run goes on anywhere, and the same command continues it."""
     hosts, a, b = two
     run = HostsRun(tmp_path, hosts, a)
     run.start()
     run.wait(lambda: run.newest_checkpoint() > 0, 300, "a checkpoint")
     run.goes_on()
+    killed = run.begins("driver killed with SIGKILL, same command again")
+    run.signal(signal.SIGKILL)
+    run.ends()
+    run.leaves_nothing(files=False)
+    continues(run)
+    run.is_over(killed, "continued")
+
     lost = run.begins("the learner's host dies (head and driver too)")
     lose_power(hosts, a)
     run.ends()
     deadline = time.monotonic() + 180
-    while left := run.leftovers(segments=False):
+    while left := run.leftovers(files=False):
         assert time.monotonic() < deadline, f"B still has {left}"
         time.sleep(0.5)
     gone = time.time() - lost.begin
@@ -167,9 +173,7 @@ def test_the_learners_host_dies(two, tmp_path: Path) -> None:
     a.boot()
     a.start_ray(cpus=3)
     power_on(hosts, b, a)
-    at = run.steps()
-    run.start()
-    run.wait(lambda: run.steps() > at + 10, 300, "steps after the resume")
+    continues(run)
     run.is_over(lost, f"B free of it after {gone:.0f} s; the same command continued")
     comes_to_its_end(run)
 
