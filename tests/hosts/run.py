@@ -29,7 +29,7 @@ R, CHECKPOINT_EVERY = 8, 40
 PROBE_S = 15.0
 START_S, SERVING_S, STEPS_S, END_S, LEFT_S = 240.0, 240.0, 120.0, 120.0, 60.0
 COLOURS = re.compile(r"\x1b\[\d*m")
-RAYS = ("raylet", "gcs_server", "/ray/", "ray.util.client", "ray::IDLE")
+RAYS = ("raylet", "gcs_server", "/ray/", "ray.util.client", "ray::IDLE", "Agent")
 """What belongs to `ray start` and stays after a run."""
 CACHES = ("torchinductor_", "__KMP_REGISTERED_LIB")
 """Of torch, for the user; and of its threads, which a killed process leaves."""
@@ -130,7 +130,9 @@ class HostsRun:
     def ends(self, seconds: float = END_S) -> int:
         """Wait for the end of the driver; its exit code."""
         try:
-            return self.process.wait(seconds)
+            code = self.process.wait(seconds)
+            print(f"ended {time.time() - self.lines[-1][0]:.1f} s after its last line", flush=True)
+            return code
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {seconds} s\n{self.text()}") from None
 
