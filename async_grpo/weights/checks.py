@@ -188,8 +188,9 @@ class Perturbation:
         if apart.mean <= self.allowed and apart.correlation >= MOVEMENT_CORRELATION:
             return ""
         return (
-            f"its log-probs move otherwise, by {apart.mean:.2g} on average. Only where it passes "
-            "with model.dtype: float32 is this rounding, and weight_sync.self_check: false right"
+            f"its log-probs move otherwise, by {apart.mean:.2g} on average (if the run passes with "
+            "model.dtype: float32 this is rounding, and weight_sync.self_check: false starts "
+            "without the check)"
         )
 
     def text(self, actor_id: str = "") -> str:
