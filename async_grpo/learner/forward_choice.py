@@ -216,6 +216,11 @@ def by_row(policy: nn.Module, chunk: list[PackedRow]) -> Iterator[np.ndarray]:
 
 def _sentence(kind: str, found: dict[ForwardPass, float | str]) -> str:
     """Say how near each way of computing rows came. found: nats, or what was raised."""
+    if any(what != what for what in found.values()):
+        return (
+            f"{kind} cannot be trained: the log-probs of its own forward pass are not finite "
+            "numbers, so its weights are broken. Train another model"
+        )
     told = []
     for way in dict.fromkeys(one.rows for one in found):
         results = [what for one, what in found.items() if one.rows == way]

@@ -362,7 +362,7 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
     rollout, engines = config.rollout, len(placement.engines)
     seats = engines * (max_num_seqs(config, device=placement.device) or 0)
     most = config.max_outstanding * rollout.group_size
-    if seats > most:
+    if seats > most and config.cluster.engine.max_num_seqs is not None:
         yield (
             f"{counted(engines, 'engine')} can generate {seats} responses at a time, and at most "
             f"{most} are in flight: raise replay.max_staleness or rollout.rollout_batch_size, or "
@@ -377,14 +377,15 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
 
 def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterator[str]:
     most = config.max_outstanding * config.rollout.group_size
-    seats = max_num_seqs(config, device=device)
-    if engine.kv_cache is None or seats is None:
+    most = min(most, max_num_seqs(config, device=device) or most)
+    if engine.kv_cache is None:
         return
-    if (rows := engine.rows(engine.kv_cache)) < min(seats, most):
+    if (rows := engine.rows(engine.kv_cache)) < most:
+        need = 1.06 * engine.kv_token * engine.longest * most / 2**30  # it is rounded
         yield (
-            f"the KV cache holds {rows} responses of full length, fewer than "
-            f"cluster.engine.max_num_seqs {seats}: longer ones wait for each other; raise "
-            "cluster.engine.kv_cache_gb"
+            f"the KV cache holds {rows} of the {most} responses that may be under way, at full "
+            f"length: longer ones wait for each other; cluster.engine.kv_cache_gb={need:.2g} holds "
+            "them all"
         )
 
 

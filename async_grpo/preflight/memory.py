@@ -220,9 +220,12 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     """
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
+    # responses share their prompt; rows of episodes may each have one of their own
+    prompts = min(rows, config.mini_batch_groups) if rollout.context_length is None else rows
     longest = rows * rollout.longest_row
+    most = longest - (rows - prompts) * rollout.prompt_length
     budget = config.learner.tokens_per_micro_batch
-    tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
+    tokens, positions = min(budget, most), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
     if not config.learner.gradient_checkpointing:

@@ -60,6 +60,8 @@ _SWITCHED_ROPE = {
 row of a batch, in vLLM by the longest that may come.
 """
 
+LOOKED_AT, SOME_ROWS = 8 * 2**30, 16
+"""Bytes of weights up to which every value is looked at; the rows of each tensor beyond that."""
 LARGE_LAG = 8
 """A bound from which on a constant learning rate is warned of."""
 
@@ -126,7 +128,7 @@ def check_fit(
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     _check_positions(config, model, architecture)
     if Path(model).is_dir():
-        _check_weights(Path(model))
+        yield from _check_weights(Path(model))
     try:
         ends = stop_tokens(model, tokenizer.eos_token_id)
     except ValueError as error:
@@ -227,9 +229,9 @@ def _check_warm_start(config: Config, task: Task) -> None:
         ) from error
 
 
-def _check_weights(model: Path) -> None:
-    """Check that a directory holds whole weight files, those that its index names where it has one.
-    Raises SetupError.
+def _check_weights(model: Path) -> Iterator[str]:
+    """Check that a directory holds whole weight files, those that its index names where it has one,
+    and finite weights; a note where not all were looked at. Raises SetupError.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -244,10 +246,16 @@ def _check_weights(model: Path) -> None:
         raise SetupError(
             f"`model.path` is {model}, which has no weights: no *.safetensors and no *.bin file"
         )
+    size = sum(file.stat().st_size for file in files)
     for file in files:
         try:
-            with safe_open(file, framework="np"):
-                pass
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 - it is no mapping
+                    if not _finite(weights.get_slice(name), whole=size <= LOOKED_AT):
+                        raise SetupError(
+                            f"{file} holds a weight that is not a finite number, in {name}: fetch "
+                            "the model again, or take a checkpoint from before"
+                        )
         except (SafetensorError, OSError) as error:
             with open(file, "rb") as opened:
                 pointer = opened.read(len(_LFS)) == _LFS
@@ -257,6 +265,22 @@ def _check_weights(model: Path) -> None:
                 else f"no whole file of weights ({_one_line(error)}): fetch it again"
             )
             raise SetupError(f"{file} is {what}") from error
+
+    if size > LOOKED_AT:
+        yield (
+            f"note: {model} has {size / 2**30:.0f} GiB of weights: only the first "
+            f"{SOME_ROWS} rows of each tensor were looked at for values that are not finite"
+        )
+
+
+def _finite(weights: Any, *, whole: bool) -> bool:
+    """Whether a tensor of a file is finite, or its first rows are."""
+    values = weights[:SOME_ROWS] if weights.get_shape() and not whole else weights[...]
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.element_size() == 1:  # torch compares no float8
+        values = values.float()
+    return all(bool(one.isfinite()) for one in values.aminmax())
 
 
 def _indexed(index: Path) -> list[Path]:

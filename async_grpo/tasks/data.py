@@ -37,9 +37,28 @@ def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] 
     `source`: a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data
     set, by default its `split`. Raises TaskError if it cannot be read.
     """
+    _refuse_format(Path(source).expanduser())
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         return _read_jsonl(Path(source).expanduser())
     return _read_dataset(source, split)
+
+
+def _refuse_format(path: Path) -> None:
+    """Raise TaskError for a local file or directory in another format, with what converts it."""
+    kind = path.suffix.lstrip(".").lower()
+    if path.is_dir() and (path / "dataset_info.json").is_file():
+        kind, loads = "datasets' save_to_disk", f"datasets.load_from_disk({str(path)!r})"
+    elif path.is_file() and kind in ("parquet", "csv"):
+        loads = f"datasets.Dataset.from_{kind}({str(path)!r})"
+    elif path.is_file() and kind == "gz":
+        kind, loads = "gzip", f"datasets.Dataset.from_json({str(path)!r})"
+    else:
+        return
+    target = path.name.partition(".")[0] + ".jsonl"
+    raise TaskError(
+        f"{path} is in the format {kind}, and rows are read from JSONL: convert it with "
+        f'python -c "import datasets; {loads}.to_json({target!r})"'
+    )
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:

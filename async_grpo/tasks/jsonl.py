@@ -17,6 +17,11 @@ from async_grpo.config.section import Section
 from async_grpo.tasks.base import Problem, Prompt, Score, parse_options
 from async_grpo.tasks.data import BadRow, RowTask, text_of
 
+VERL = (
+    "a row in verl's form; rows here have 'messages' and 'answer': convert each with "
+    '{"messages": row["prompt"], "answer": row["reward_model"]["ground_truth"]}'
+)
+
 
 class JsonlOptions(Section):
     """Options of the task `jsonl`."""
@@ -34,6 +39,8 @@ class Jsonl(RowTask):
 
     def problem(self, row: dict[str, Any]) -> Problem:
         """Parse prompt, answers and solution; see `RowTask.problem`."""
+        if "answer" not in row and isinstance(row.get("reward_model"), dict):
+            raise BadRow(VERL)
         answer, partial = _answer(row), row.get("rewards") or {}
         if not isinstance(partial, dict) or not all(
             isinstance(value, int | float) and math.isfinite(value) for value in partial.values()

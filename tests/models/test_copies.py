@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
@@ -11,9 +12,20 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.learner.attention import Heads, heads_of
 from async_grpo.learner.copies import CHUNK, EXPERTS, WINDOW, candidates, short_windows
-from async_grpo.learner.forward_choice import choose
+from async_grpo.learner.forward_choice import PASSES, Choice, NoForwardPass, choose, confirm
 from async_grpo.preflight.memory import shape_of
 from tests.support.families import config_of
+
+
+def test_log_probs_that_are_not_finite_are_named_so() -> None:
+    nan = float("nan")
+    with pytest.raises(NoForwardPass, match="own forward pass are not finite numbers, so its wei"):
+        confirm(
+            lambda _, rows: [np.full(len(places), nan) for _, _, places in rows],
+            Choice(PASSES[0]),
+            config=config_of("qwen2"),
+            exact=True,
+        )
 
 
 def read_again(config: PretrainedConfig, directory: Path) -> PretrainedConfig:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from async_grpo import run
+from async_grpo.batching import deal
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.model import load_model
@@ -23,6 +24,7 @@ from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     BUCKET_ELEMENTS,
     Shape,
+    activation_bytes,
     engine_memory,
     learner_memory,
     shape_of,
@@ -120,8 +122,6 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
     """Measured on saved tensors; the estimate may be too high by half, since it stands for models
     with wider heads too, and hardly too low.
     """
-    from async_grpo.preflight.memory import activation_bytes
-
     policy = load_model(
         model,
         dtype=torch.float32,
@@ -170,6 +170,36 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
             packed.input_ids.numel() * 4 * (12.5 * shape.hidden + 4 * shape.intermediate)
         )
     assert 0.9 < activation_bytes(config, shape, size=4) / measured < 1.6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget", [256, 700, 5000])
+def test_as_many_tokens_are_counted_as_a_micro_batch_can_hold(ranks: int, budget: int) -> None:
+    """Responses of one prompt share it; none longer than the settings allow."""
+    rollout = {"prompt_length": 100, "response_length": 28, "group_size": 8}
+    config = config_of(
+        learner={"ranks": ranks, "tokens_per_micro_batch": budget},
+        rollout=rollout | {"rollout_batch_size": 4},
+    )
+    rows = [(group, 100, 28) for group in range(4) for _ in range(8)]
+    most = 0
+    for batches in deal(rows, ranks=ranks, token_budget=budget):
+        for batch in batches:
+            prompts = {rows[at][0] for at in batch}
+            most = max(most, 100 * len(prompts) + 28 * len(batch))
+    counted = activation_bytes(config, SEVEN, size=4)
+    held = [
+        activation_bytes(
+            config_of(
+                learner={"tokens_per_micro_batch": tokens},
+                rollout=rollout | {"rollout_batch_size": 999},
+            ),
+            SEVEN,
+            size=4,
+        )
+        for tokens in (most, 2 * most)
+    ]
+    assert 0.8 * held[0] < counted < held[1]
 
 
 STATES = """
@@ -255,9 +285,14 @@ def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> No
         f"run.dir={tmp_path / 'run'}",
         "--dry-run",
     ]
-    assert (
-        run.main([*base, "rollout.rollout_batch_size=2", "cluster.engine.kv_cache_gb=0.00001"]) == 0
-    )
+    small = ["rollout.rollout_batch_size=2", "cluster.engine.kv_cache_gb=0.00001"]
+    assert run.main([*base, *small, "cluster.engine.max_num_seqs=null"]) == 0
+    out = capsys.readouterr().out
+    assert "can generate" not in out, "a number that nobody chose is none to lower"
+    need = re.search(r"cluster\.engine\.(kv_cache_gb=[\d.e-]+) holds them all", out)[1]
+    assert run.main([*base, small[0], f"cluster.engine.{need}"]) == 0
+    assert "the KV cache holds" not in capsys.readouterr().out
+    assert run.main([*base, *small, "cluster.engine.max_num_seqs=200"]) == 0
     out = capsys.readouterr().out
     assert (
         "can generate" in out

@@ -5,6 +5,8 @@ those that fit pass.
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -19,7 +21,7 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.preflight import model as preflight
-from async_grpo.preflight.model import SAMPLE, check_fit, rate_notes
+from async_grpo.preflight.model import SAMPLE, SOME_ROWS, _check_weights, check_fit, rate_notes
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
 from async_grpo.trainer import Trainer
@@ -388,6 +390,33 @@ def test_a_model_that_does_not_continue_texts(
     change(model / "config.json", **values)
     said = refused(model)
     assert named in said and "does not continue a text: name a causal language model" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_that_are_not_finite_are_named_before_anything_starts(
+    model: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [file] = model.glob("*.safetensors")
+    weights = {name: one.to(dtype) for name, one in load_file(file).items()}
+    weights["counts"], weights["empty"] = torch.tensor([3]), torch.zeros(0, 4)
+    name = max(weights, key=lambda one: len(weights[one]))  # more rows than are looked at at least
+    assert len(weights[name]) > SOME_ROWS
+
+    def written(row: int, value: float) -> list[str]:
+        changed = weights[name].float().clone()
+        changed[row, 1] = value
+        save_file(weights | {name: changed.to(dtype)}, file, metadata={"format": "pt"})
+        return list(_check_weights(model))
+
+    assert written(-1, 1.0) == []
+    for value in (math.nan, *([math.inf, -math.inf] if dtype.itemsize > 1 else [])):
+        for row in (0, -1):
+            with pytest.raises(SetupError, match=re.escape(f"{file} holds a weight that is not a")):
+                written(row, value)
+    monkeypatch.setattr("async_grpo.preflight.model.LOOKED_AT", 1)
+    with pytest.raises(SetupError, match=re.escape(f"finite number, in {name}: ")):
+        written(SOME_ROWS - 1, math.nan)
+    assert "only the first 16 rows of each tensor" in written(-1, math.nan)[0]
 
 
 def test_weights_that_are_not_there_or_not_whole(model: Path) -> None:

@@ -3,6 +3,7 @@ are posed.
 """
 
 import ast
+import gzip
 import json
 import re
 import sys
@@ -352,6 +353,48 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
 def test_what_each_task_asks_of_a_row(tmp_path, name, row, says):
     with pytest.raises(TaskError, match=says):
         load_task(schema.TaskConfig(name=name, train=jsonl(tmp_path / "rows.jsonl", [row])), 0)
+
+
+def test_other_formats_are_named_with_the_line_that_converts_them(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"p{n}", "answer": "a"} for n in range(3)]
+    data = datasets.Dataset.from_list(rows)
+    data.to_parquet("rows.parquet")
+    data.to_csv("rows.csv")
+    data.save_to_disk("saved")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("packed.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    formats = {
+        "rows.parquet": "parquet",
+        "rows.csv": "csv",
+        "saved": "datasets' save_to_disk",
+        "packed.jsonl.gz": "gzip",
+    }
+    for source, name in formats.items():
+        with pytest.raises(TaskError, match=f"{source} is in the format {name}, ") as refused:
+            load_task(schema.TaskConfig(name="jsonl", train=source), 0)
+        (line,) = re.findall(r'python -c "import datasets; (.*)"$', str(refused.value))
+        exec(line, {"datasets": datasets})
+        task = load_task(schema.TaskConfig(name="jsonl", train=f"{source.split('.')[0]}.jsonl"), 0)
+        assert [task.train(n).prompt for n in range(3)] == ["p0", "p1", "p2"]
+
+
+def test_rows_in_the_form_of_verl_are_named_with_what_converts_them(tmp_path):
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    settings = schema.TaskConfig(name="jsonl", train=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(TaskError, match="line 1: a row in verl's form; ") as refused:
+        load_task(settings, 0)
+    made = eval(re.search(r"convert each with (.*?)\. Mend", str(refused.value))[1], {"row": row})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(made))
+    problem = load_task(settings, 0).train(0)
+    assert (problem.prompt, problem.reference["answer"]) == (row["prompt"], "2")
 
 
 def test_files_as_editors_leave_them(tmp_path):
