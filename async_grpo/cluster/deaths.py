@@ -16,8 +16,6 @@ from contextlib import contextmanager
 
 from ray import exceptions
 
-from async_grpo.runtime.text import last_line
-
 DEATHS = (
     exceptions.RayActorError,
     exceptions.OutOfMemoryError,
@@ -36,7 +34,8 @@ def is_death(error: BaseException | None) -> bool:
 
 def told(error: BaseException) -> str:
     """Say in a line what somebody died of; memory by name, where it was that."""
-    line = last_line(error)
+    said = str(error).partition("\nThe actor never ran")[0].strip()  # behind the cause
+    line = said.splitlines()[-1] if said else type(error).__name__
     if isinstance(error, exceptions.OutOfMemoryError):
         seen = _MEMORY.search(str(error))
         line = "its machine was short of memory" + (f" ({seen[1]}: {seen[2]})" if seen else "")

@@ -247,3 +247,5 @@ def test_a_death_is_told_without_advice_about_ray() -> None:
         r"outside or by a crash; `dmesg` tells whether memory was short",
         told(ERRORS["died"]()),
     )
+    unborn = f"{WORDS}\nThe actor never ran - it was cancelled before it started running."
+    assert told(ray.exceptions.RayActorError(error_msg=unborn)) == told(ERRORS["died"]())
