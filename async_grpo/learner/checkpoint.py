@@ -21,7 +21,6 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -217,8 +216,8 @@ def _load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
     alike. A rank has an interval of the vector, with at most one fragment of a parameter. Every
     rank maps all files into memory and copies what belongs into its own interval.
     """
-    optimizer = engine.optimizer
-    flats, mine = optimizer.single_partition_of_fp32_groups, optimizer._param_slice_mappings
+    optimizer, mine = engine.optimizer, engine.optimizer._param_slice_mappings
+    flats = [flat for group in optimizer.optimizer.param_groups for flat in group["params"]]
     begins = {
         name: parameter._hp_mapping.lp_fragment_address.start
         for parameter, name in optimizer.param_names.items()
@@ -235,8 +234,12 @@ def _load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
             vectors = {key: value for key, value in tensors.items() if value.dim() == 1}
             own = optimizer.optimizer.state[flat] if state else {}
             for key, value in state.items():
-                if key not in own:  # deep copies, so that nothing keeps the file open
-                    own[key] = torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)
+                if key in vectors:
+                    own.setdefault(key, torch.zeros_like(flat))
+                elif key in tensors:  # copied, so that nothing keeps the file open
+                    own[key] = value.to(flat.device, copy=True)
+                else:
+                    own[key] = value
             pairs = [
                 (flat.data, saved["single_partition_of_fp32_groups"][group]),
                 *((own[key], vectors[key]) for key in vectors),
