@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import account
-from tests.hosts.run import PROBE_S, HostsRun, R, table
+from tests.hosts.run import END_S, PROBE_S, HostsRun, R, table
 from tests.support import hosts as support
 from tests.support.hosts import Host, Hosts
 
@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.skipif(bool(support.unavailable()), reason=support.unavailable()),
 ]
 GRACE_S = 10.0
+NOTICED_S = 120.0
+"""Ray takes a minute to notice that a node is gone."""
 
 
 @pytest.fixture
@@ -204,7 +206,7 @@ def test_the_only_engine_is_on_the_other_host(two, tmp_path: Path) -> None:
 
     end = run.begins("B, with the only engine, dies")
     lose_power(hosts, b)
-    code = run.ends()
+    code = run.ends(NOTICED_S + END_S)
     run.is_over(end, f"exit {code} after {time.time() - end.begin:.0f} s")
     print(table(run.events), run.text(), flush=True)
     assert code == 4, run.text()

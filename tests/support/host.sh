@@ -32,6 +32,8 @@ if [ -n "$hidden" ]; then
     mount -t tmpfs tmpfs "$hidden"
 fi
 mkdir -p "$HOME"
+# records of processes are told apart by their numbers, which would be those of the boot before
+echo $((1000 + RANDOM % 20000)) >/proc/sys/kernel/ns_last_pid
 echo ready
 if [ "$reaps" = no ]; then exec sleep infinity; fi
 exec 3<> <(:) # a pipe that nobody writes to
