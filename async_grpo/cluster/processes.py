@@ -50,6 +50,13 @@ class RolloutProcess(RolloutActor):
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
         super().__init__(config, actor_id=actor_id, queue=handle, **place)
+        self._run: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Produce groups, once: who asks again, since its connection broke, gets the same end."""
+        if self._run is None:
+            self._run = asyncio.ensure_future(super().run())
+        await asyncio.shield(self._run)
 
     async def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call function(this actor, *arguments) here: on the event loop if it is a coroutine

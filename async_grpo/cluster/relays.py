@@ -8,7 +8,7 @@ node:
 
 Hides the node of an engine, which gets the path of its own node. Invariants: the learner does not
 wait for relays; the bytes are fetched once per node, for the first engine that asks; the announced
-bytes arrive, or the engines that asked get an error.
+bytes arrive in time, or the engines that asked get an error; a relay that hangs is replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.listener import RunListener
+from async_grpo.weights.fan_out import consume_exception
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
 from async_grpo.weights.transport import Announcement
 
@@ -72,11 +73,15 @@ class Relays:
         key: str,
         fallback: Path,
         where: Callable[[str], dict[str, Any]],
+        deadline_s: float,
         listener: RunListener,
     ) -> None:
-        """home: node of rank 0. where(node_id): Ray options. fallback: a directory in the run's."""
+        """home: node of rank 0. where(node_id): Ray options. fallback: a directory in the run's.
+        deadline_s: of the way to one node.
+        """
         self._home, self._where = home, where
         self._key, self._fallback = key, fallback
+        self._deadline_s = deadline_s
         self._listener = listener
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
@@ -84,7 +89,9 @@ class Relays:
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
-        """Return the announcement for engines on this node. Raises Ray's error for dead relays."""
+        """Return the announcement for engines on this node. Raises Ray's error for a dead
+        relay, TimeoutError for one that hangs.
+        """
         if not TRANSPORTS[announcement.backend].relayed or node_id == self._home:
             return announcement
         payload = announcement.payload
@@ -93,6 +100,7 @@ class Relays:
             for old in [known for known in self._paths if known[0] == node_id][:-KEPT]:
                 del self._paths[old]
             self._paths[key] = asyncio.ensure_future(self._fetch(announcement, node_id))
+            self._paths[key].add_done_callback(consume_exception)  # when nobody waits any more
         try:
             path = await asyncio.shield(self._paths[key])
         except BaseException:
@@ -115,7 +123,14 @@ class Relays:
         write = announcement.payload["path"], announcement.payload["sequence"]
         if self._newest[0] != write:  # read once, however many nodes there are
             self._newest = write, self._relay(self._home).read.remote(*write, announcement.nbytes)
-        path, note = await self._relay(node_id).write.remote(write, self._newest[1])
+        relay = self._relay(node_id)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                path, note = await relay.write.remote(write, self._newest[1])
+        except TimeoutError as error:
+            self._relays.pop(node_id, None)
+            ray.kill(relay)
+            raise TimeoutError(f"its relay took longer than {self._deadline_s:g} s") from error
         if note and node_id not in self._noted:
             self._noted.add(node_id)
             self._listener.note(f"node {node_id[:8]}: {note}")

@@ -1,12 +1,15 @@
 """A rollout actor as driver and coordinator see it.
 
-Runs in: the driver. Hides Ray's handle.
+Runs in: the driver. Hides Ray's handle, and connections that break: calls that may be repeated are,
+once the actor answers again. Invariant: no call outlives the engine; those that are open when it is
+given up raise why.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,13 +19,22 @@ from async_grpo.replay.partial import PartialStart
 from async_grpo.runtime.text import last_line
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
 
+RETRY_S = 1.0
+
+
+class GivenUp(ray.exceptions.RayError):
+    """The engine that was asked has been given up."""
+
 
 @dataclass
 class RemoteEngine:
-    """One rollout actor process for driver and coordinator. localize: to what its node needs."""
+    """One rollout actor process for driver and coordinator. host: of its node. localize: to what
+    its node needs.
+    """
 
     actor_id: str
     slot: int
+    host: str
     tensor_parallel_size: int
     handle: Any
     localize: Callable[[Announcement], Awaitable[Announcement]]
@@ -30,35 +42,66 @@ class RemoteEngine:
     """Label of the last weights that the engine took."""
     max_num_seqs: int = 0
     """Responses that it generates at the same time; known once it has started."""
+    _gone: asyncio.Future[Any] = field(default_factory=lambda: asyncio.Future())
+
+    def give_up(self, error: BaseException) -> None:
+        """Let all calls, those to come too, raise GivenUp for this error; the first one counts."""
+        if not self._gone.done():
+            self._gone.set_exception(GivenUp(last_line(error)))
+            self._gone.exception()  # retrieved, so that asyncio does not log it
+
+    async def run(self) -> None:
+        """Let the actor produce groups until the queue closes."""
+        await self._repeated(lambda: self.handle.run.remote())
+
+    async def answer(self) -> None:
+        """Wait until the actor answers a probe. Raises what is wrong with it."""
+        await self._repeated(lambda: self.handle.health.remote())
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the engine for publications."""
-        return await self.handle.connect.remote(payload)
+        return await self._call(self.handle.connect.remote(payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """Let the engine take and serve the announced weights."""
         try:
-            local = await self.localize(announcement)
+            local = await self._call(self.localize(announcement))
+        except GivenUp:
+            raise
         # the relay's fault: the engine is well and takes the publication when it is repeated
-        except ray.exceptions.RayError as error:
-            why = f"the bytes did not reach its node: {last_line(error)}"
-            return Receipt("", "torn", why)
-        receipt = await self.handle.receive.remote(local)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            return Receipt("", "torn", f"the bytes did not reach its node: {last_line(error)}")
+        receipt = await self._repeated(lambda: self.handle.receive.remote(local))
         self.acknowledged = receipt.serving if not receipt.failure else self.acknowledged
         return receipt
 
     async def attend(self, announcement: Announcement) -> Receipt:
         """Let the engine take part in a publication that is pushed, without loading it."""
-        return await self.handle.attend.remote(announcement)
+        return await self._call(self.handle.attend.remote(announcement))
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs of these responses, with the labels of the weights."""
-        return await self.handle.score.remote(sequences)
+        return await self._call(self.handle.score.remote(sequences))
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
         """Partial responses of the groups that are being generated."""
-        return await self.handle.partials.remote()
+        return await self._call(self.handle.partials.remote())
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         """Return a few short responses as (prompt, response, log-probs)."""
-        return await self.handle.probe_sequences.remote()
+        return await self._call(self.handle.probe_sequences.remote())
+
+    async def _repeated(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        while True:
+            try:
+                return await self._call(ask())
+            except ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(RETRY_S)  # it may be well, behind a link that broke
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        asked = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({asked, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else self._gone.result()
+        finally:
+            asked.cancel()

@@ -38,14 +38,14 @@ from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.generation import Generated
-from async_grpo.runtime.listener import FailureHandler, RunListener
+from async_grpo.runtime.listener import FailureHandler, RunListener, long_wait
 from async_grpo.runtime.text import last_line
 from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
@@ -59,6 +59,8 @@ DRAIN_TIMEOUT_S = 60.0
 FINAL_REPORT_S = 5.0
 FOREACH_TIMEOUT_S = 60.0
 EXAMINED = 8
+FORGIVEN_S = 1800.0
+"""A fault this old does not count against the budget any more."""
 
 
 def back_off_s(deaths: int) -> float:
@@ -102,7 +104,8 @@ class ActorManager:
         self._look = asyncio.Event()
         self._publications: Coordinator[RemoteEngine] | None = None
         self._stopping = self._producing = False
-        self.faults = self.restarts = 0
+        self.faults = self.restarts = self.late_probes = 0
+        self._faults: list[float] = []
         self.deaths: list[str] = []
         self.examined: dict[str, dict[str, Any]] = {}
         """State of the last dropped actors' processes, as seen before they were killed."""
@@ -121,7 +124,8 @@ class ActorManager:
     def begin(self, publications: Coordinator[RemoteEngine]) -> None:
         """Watch the actors, which serve the first weights, and the cluster."""
         self._publications = publications
-        self._spawn(self._probe())
+        for engine in self._alive:
+            self._spawn(self._probe(engine))
         self._spawn(self._survey())
 
     def produce(self) -> None:
@@ -251,11 +255,12 @@ class ActorManager:
             ) from error
 
     def metrics(self) -> dict[str, float]:
-        """`cluster/...`: actors that are alive, faults and restarts since the start."""
+        """`cluster/...`: actors that are alive; since the start faults, restarts, late probes."""
         return {
             "cluster/rollout_actors": float(len(self._alive)),
             "cluster/faults": float(self.faults),
             "cluster/restarts": float(self.restarts),
+            "cluster/late_probes": float(self.late_probes),
         }
 
     async def final_reports(self) -> dict[str, ActorReport]:
@@ -285,6 +290,10 @@ class ActorManager:
         if engine is None or self._stopping:
             return
         self._alive.remove(engine)
+        engine.give_up(error)
+        end = "is given up" if isinstance(error, TimeoutError) else "died"
+        fault = f"{actor_id} on {engine.host} {end} ({told(error)})"
+        self._listener.note(f"{fault}; its groups are issued again")
         await self._client.forfeit(actor_id)
         slot = self._slots.get(engine.slot)
         node_id = None if slot is None else slot.node_id
@@ -293,7 +302,6 @@ class ActorManager:
         self._kill(engine)
         slot = self._slots.get(engine.slot)  # which may be gone meanwhile
         if slot is not None and not slot.leaving and not self._stopping:
-            fault = f"{actor_id} died ({told(error)})"
             slot.filling = self._spawn(self._replace(slot, fault + findings_of(seen)))
 
     async def stop(self) -> None:
@@ -330,6 +338,7 @@ class ActorManager:
         slot.engine = self._processes[actor_id] = RemoteEngine(
             actor_id,
             slot.index,
+            self._slots.address(node_id),
             self._config.cluster.engine.tensor_parallel_size,
             handle,
             lambda announcement: self._relays.local(announcement, node_id),
@@ -337,6 +346,7 @@ class ActorManager:
         return slot.engine
 
     def _kill(self, engine: RemoteEngine) -> None:
+        engine.give_up(RunError("its process is ended"))
         ray.kill(engine.handle)
         self._processes.pop(engine.actor_id, None)
 
@@ -377,13 +387,15 @@ class ActorManager:
 
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
-            await engine.handle.run.remote()
+            await engine.run()
             slot = self._slots.get(engine.slot)
             leaving = slot is None or slot.leaving
             if not leaving and not self._stopping and not await self._client.is_over():
                 await self.drop(
                     engine.actor_id, RunError("it stopped producing before the run was over")
                 )
+        except GivenUp:
+            return
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RunError):
                 # not a fault of this process: another one would meet the same
@@ -392,19 +404,27 @@ class ActorManager:
         except ray.exceptions.RayError as error:
             await self.drop(engine.actor_id, error)
 
-    async def _probe(self) -> None:
-        while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
-            await asyncio.gather(*[self._probe_one(engine) for engine in self._alive])
+    async def _probe(self, engine: RemoteEngine) -> None:
+        """Probe an engine until its end, and give it up when it does not answer in time."""
+        limit = self._config.watchdog.probe_timeout_s
 
-    async def _probe_one(self, engine: RemoteEngine) -> None:
-        timeout_s = self._config.watchdog.probe_timeout_s
-        try:
-            await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
-        except TimeoutError:
-            why = f"no answer to a probe within watchdog.probe_timeout_s = {timeout_s:g} s"
-            await self.drop(engine.actor_id, TimeoutError(why))
-        except ray.exceptions.RayError as error:
+        def late(text: str) -> None:
+            self.late_probes += 1
+            self._listener.note(text)
+
+        while engine.actor_id in self._processes:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                with long_wait(f"a probe of {engine.actor_id}", lambda: engine.host, late):
+                    await asyncio.wait_for(engine.answer(), limit)
+                continue
+            except TimeoutError:
+                error: Exception = TimeoutError(
+                    f"no answer to a probe within watchdog.probe_timeout_s = {limit:g} s"
+                )
+            except ray.exceptions.RayError as failure:
+                error = failure
+            engine.give_up(error)  # before it is in the set, too
             await self.drop(engine.actor_id, error)
 
     async def _survey(self) -> None:
@@ -433,8 +453,8 @@ class ActorManager:
         cluster = self._config.cluster
         return FaultBudgetSpent(
             f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min is "
-            f"{cluster.rollout_actors.min}, and {why}; {self.deaths[-1]}; the faults so far are "
-            f"{self.faults} of cluster.restart_budget = {cluster.restart_budget}; the cluster has "
+            f"{cluster.rollout_actors.min}, and {why}; {self.deaths[-1]}; {self._spent()} faults "
+            f"count against cluster.restart_budget = {cluster.restart_budget}; the cluster has "
             f"{describe(nodes)}"
         )
 
@@ -471,9 +491,7 @@ class ActorManager:
         """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
             engine = self._create(slot)
-            self._listener.note(
-                f"{fault}; its groups are issued again, {engine.actor_id} takes its place"
-            )
+            self._listener.note(f"{fault}; {engine.actor_id} takes its place")
             fault = await self._serve(engine)
             if fault is None:
                 return
@@ -486,11 +504,11 @@ class ActorManager:
             return False
         self.deaths.append(fault)
         self._listener.fault(fault)
-        if self.faults >= cluster.restart_budget:
+        if self._spent() >= cluster.restart_budget:
             self._slots.give_up(slot)
             await self._retire(slot, f"{fault}; the restart budget is spent")
             return False
-        self.faults += 1
+        self._count_fault()
         if not await self._slots.reserved_again(slot):
             await self._retire(
                 slot,
@@ -507,6 +525,7 @@ class ActorManager:
         started = time.monotonic()
         try:
             await self._load(engine)
+            self._spawn(self._probe(engine))
             await self._publications.join(engine, lambda: self._alive.append(engine))
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
             self._kill(engine)
@@ -525,17 +544,25 @@ class ActorManager:
             return
         for slot in slots:
             self._slots.drop(slot)
-        self.faults = min(self.faults + 1, self._config.cluster.restart_budget)
+        self._count_fault()
         names = [slot.engine.actor_id for slot in slots if slot.engine is not None]
         self.deaths.append(
-            f"node {self._slots.address(node_id)} is gone, and with it "
+            f"node {self._slots.address(node_id)} left the cluster, and with it "
             f"{', '.join(names) or 'a place for one'}"
         )
         self._listener.fault(self.deaths[-1])
         for slot in slots:
             await self._vacate(slot)
-        self._listener.note(f"{self.deaths[-1]}; {self._rest()}")
+        self._listener.note(f"{self.deaths[-1]}; {self._rest()}; run `ray start` there again")
         self._look.set()
+
+    def _count_fault(self) -> None:
+        self.faults += 1
+        self._faults.append(time.monotonic())
+
+    def _spent(self) -> int:
+        """Count the faults that are not forgiven yet."""
+        return sum(time.monotonic() - at < FORGIVEN_S for at in self._faults)
 
     async def _retire(self, slot: EngineSlot, why: str) -> None:
         await self._vacate(slot)

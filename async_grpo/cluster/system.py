@@ -144,6 +144,8 @@ class Processes:
             key=facts.key,
             fallback=fallback_directory(config),
             where=session.on_node,
+            # whoever waits for a relay that hangs can say so before its own deadline
+            deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
             listener=listener,
         )
         self.actors = ActorManager(

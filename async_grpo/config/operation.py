@@ -162,9 +162,9 @@ class Cluster(Section):
     rollout_actors: RolloutActors = RolloutActors()
     engine: EngineConfig = EngineConfig()
     restart_budget: NonNegative = 3
-    """Faults after which rollout actors are not started again; a node that is lost is one. The run
-    ends with exit code 4 below `min`. The queue, and the learner, may die as often as well, each
-    with a count of its own.
+    """Faults after which rollout actors are not started again; a node that is lost is one, and
+    one of half an hour ago is none. The run ends with exit code 4 below `min`. The queue, and the
+    learner, may die as often as well, each with a count of its own.
     """
     resources_timeout_s: Seconds = 120.0
     """Longest wait for the cluster to have what the run needs."""

@@ -81,6 +81,8 @@ DONE = (
     "replay/expirations",
 )
 """States and counters of groups that came out of the engines."""
+FAULTS = ("cluster/rollout_actors", "cluster/late_probes", "cluster/learner_restarts")
+"""An interval in which one of these changes says nothing of settings."""
 MIN_STEPS, MIN_S = 5, 5.0
 
 
@@ -446,8 +448,9 @@ class BottleneckWatch:
             return None  # no engine has told anything yet, or the step was repeated
         if self._first is None or any(
             metrics[name] < self._first.get(name, 0.0)
-            for name in metrics
             if name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
+            else name in FAULTS and metrics[name] != self._first.get(name)
+            for name in metrics
         ):
             self._seen.clear()
             self._begin(metrics)  # also when the queue's process died, with times of dead actors

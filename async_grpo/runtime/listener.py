@@ -7,9 +7,14 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+LATE_S = 5.0
+"""A wait is worth a line after so long."""
 
 
 class RunListener(Protocol):
@@ -47,3 +52,23 @@ class FailureHandler(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error, or begin what repairs the run; the first error wins."""
+
+
+@contextmanager
+def long_wait(
+    what: str, whom: Callable[[], str], note: Callable[[str], None], *, first_s: float = LATE_S
+) -> Iterator[None]:
+    """Note for whom `what` waits inside the block: after `first_s`, and whenever it has doubled."""
+
+    async def tell() -> None:
+        waited = 0.0
+        while True:
+            await asyncio.sleep(max(first_s, waited))
+            waited += max(first_s, waited)
+            note(f"{what} waits for {whom()}, {waited:.0f} s")
+
+    telling = asyncio.ensure_future(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()

@@ -34,7 +34,7 @@ from typing import Any, Generic, Protocol
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled, TransferMismatch
-from async_grpo.runtime.listener import RunListener
+from async_grpo.runtime.listener import LATE_S, RunListener
 from async_grpo.weights.checks import CheckedLearner, DriftProbe, LoadPathCheck, Tolerance
 from async_grpo.weights.fan_out import (
     GRACE_S,
@@ -514,9 +514,9 @@ class Coordinator(Generic[Engine]):
                 await self._drop({name: TornTransfer(receipt.reason) for name, receipt in failed})
                 break
             self.times.repeated += 1
-            self._listener.note(
-                f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}"
-            )
+            if attempt == 1:
+                said = f"publication {announcement.label} was cut off and is repeated"
+                self._listener.note(f"{said}: {outcome.reasons()}")
         self._newest = announcement
 
     def _say_choices(self, announcement: Announcement, outcome: DeliveryOutcome) -> None:
@@ -570,7 +570,15 @@ class Coordinator(Generic[Engine]):
         hurried = self._pushes and not patient
         grace_s = grace(self._settings.deadlines) if hurried else None
         outcome = await call_all(
-            engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what
+            engines,
+            call,
+            learner=learner,
+            seconds=seconds,
+            grace_s=grace_s,
+            what=what,
+            note=self._listener.note,
+            # those that usually take long are not worth a line each
+            late_s=max(LATE_S, 3 * self.times.wall / max(1, self.times.count)),
         )
         if outcome.learner_hangs:
             raise TransferStuck(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from async_grpo.config.schema import Deadlines
+from async_grpo.runtime.listener import long_wait
 from async_grpo.weights.transport import (
     Announcement,
     Receipt,
@@ -28,9 +29,10 @@ GRACE_S = 5.0
 
 
 class EngineHandle(Protocol):
-    """One engine as the driver sees it. Every call raises when its process is gone."""
+    """One engine as the driver sees it. Every call raises when its process is gone or given up."""
 
     actor_id: str
+    host: str
     tensor_parallel_size: int
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
@@ -88,9 +90,11 @@ async def call_all(
     seconds: float,
     grace_s: float | None,
     what: str,
+    note: Callable[[str], None],
+    late_s: float,
 ) -> DeliveryOutcome:
     """Call all engines (and the learner) at once. seconds: deadline of everything, which messages
-    call `what`.
+    call `what`. note: told for whom it waits, from `late_s` on.
 
     grace_s: seconds left once one call has failed, where all depend on each other; else None.
     """
@@ -101,16 +105,22 @@ async def call_all(
     if learner is not None:
         tasks[asyncio.ensure_future(learner)] = None
     deadline, waiting = time.monotonic() + seconds, set(tasks)
+
+    def whom() -> str:
+        late = [engine for task, engine in tasks.items() if not task.done()]
+        return ", ".join(f"{one.actor_id} on {one.host}" if one else "the learner" for one in late)
+
     try:
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            finished, waiting = await asyncio.wait(
-                waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in finished:
-                _record(outcome, tasks[task], task)
-            if grace_s is not None and not outcome.complete:
-                deadline = min(deadline, time.monotonic() + grace_s)
-                grace_s = None  # from the first failure on
+        with long_wait(what, whom, note, first_s=late_s):
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                finished, waiting = await asyncio.wait(
+                    waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in finished:
+                    _record(outcome, tasks[task], task)
+                if grace_s is not None and not outcome.complete:
+                    deadline = min(deadline, time.monotonic() + grace_s)
+                    grace_s = None  # from the first failure on
     finally:
         for task in waiting:
             task.cancel()
@@ -154,7 +164,7 @@ def require_complete(outcome: DeliveryOutcome, kind: type[Exception] = TornTrans
         raise kind(outcome.reasons())
 
 
-def consume_exception(task: asyncio.Task[None]) -> None:
+def consume_exception(task: asyncio.Task[Any]) -> None:
     """Retrieve the task's exception, so that asyncio does not log it when the run ends first."""
     if not task.cancelled():
         task.exception()

@@ -209,7 +209,7 @@ def test_a_node_that_goes_in_the_start_is_one_fault_and_the_others_go_on(
     world.at_death = lambda: world.lost_nodes.add("b")
     assert run(world) == (None, None) and world.strikes == 1
     [fault] = world.listener.faults
-    assert "node 10.0.0.2 is gone, and with it actor-1.0" in fault
+    assert "node 10.0.0.2 left the cluster, and with it actor-1.0" in fault
     assert any("1 rollout actors go on" in note for note in world.listener.notes)
     assert len(world.running.actors.alive()) == 0 and world.running.actors.faults == 1
 

@@ -26,11 +26,12 @@ from async_grpo.cluster import rollout_actors
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
 from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
+from async_grpo.runtime import listener
 from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, remove_segments
 from async_grpo.weights.transport import Announcement
 from tests.support.fake_actor import StandIn
@@ -143,13 +144,16 @@ def quick(monkeypatch) -> None:
 
 
 @asynccontextmanager
-async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    cluster: Cluster, directory: Path, *, probe_timeout_s: float = 30, **settings: Any
+) -> AsyncIterator[Fleet]:
     """A running manager; its reservations are gone afterwards."""
     config = Config.model_validate(
         {
             "run": {"total_steps": 1, "dir": str(directory)},
             "model": {"path": "m"},
             "cluster": {"resources_timeout_s": 20} | settings,
+            "watchdog": {"probe_timeout_s": probe_timeout_s},
         }
     )
     session, client = RaySession(local=False), Client()
@@ -166,6 +170,7 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
             key="",
             fallback=directory,
             where=session.on_node,
+            deadline_s=60,
             listener=here.listener,
         ),
         listener=here.listener,
@@ -212,8 +217,9 @@ async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) 
             0,
             1,
         ), "a node is one fault"
-        [said] = [note for note in here.notes if "is gone" in note]
+        [said] = [note for note in here.notes if "left the cluster" in note]
         assert "actor-1.0, actor-2.0" in said and "1 rollout actors go on" in said
+        assert "run `ray start` there again" in said
         extra(1)
         await here.until(lambda: alive(here) == 2, "growing again, though the budget is spent")
         assert here.ids[1] == "actor-3.0" and not here.fatal
@@ -228,9 +234,9 @@ async def test_below_the_minimum_the_run_ends(cluster, extra, tmp_path) -> None:
         await here.until(lambda: here.fatal, "the end of the run")
         [error] = here.fatal
         assert isinstance(error, FaultBudgetSpent) and error.exit_code == 4
-        assert "is gone, and with it actor-1.0" in str(error) and "rollout_actors.min is 2" in str(
+        assert "left the cluster, and with it actor-1.0" in str(
             error
-        )
+        ) and "rollout_actors.min is 2" in str(error)
 
 
 async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
@@ -257,6 +263,34 @@ async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
             "the room of what died too often is not used again"
         )
         assert reservations() == ["CREATED"]
+
+
+async def test_a_fault_that_is_long_ago_is_forgiven(cluster, tmp_path, monkeypatch) -> None:
+    async with fleet(cluster, tmp_path, rollout_actors={"max": 1}, restart_budget=1) as here:
+        for died in ("actor-0.0", "actor-0.1"):
+            here.manager.alive()[0].handle.die.remote()
+            await here.until(lambda died=died: died not in here.ids and here.ids, "a replacement")
+            monkeypatch.setattr(rollout_actors, "FORGIVEN_S", 0.0)
+        assert here.ids == ["actor-0.2"] and here.manager.faults == 2 and not here.fatal
+
+
+async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_it(
+    cluster, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(rollout_actors, "PROBE_INTERVAL_S", 0.1)
+    monkeypatch.setattr(listener.long_wait, "__kwdefaults__", {"first_s": 0.3})
+    async with fleet(cluster, tmp_path, rollout_actors={"max": 1}, probe_timeout_s=2) as here:
+        [cut] = here.manager.alive()
+        receiving = asyncio.ensure_future(cut.receive(Announcement("v0.1", "nccl")))
+        cut.handle.cut.remote()
+        with pytest.raises(GivenUp, match="no answer to a probe within"):
+            await asyncio.wait_for(receiving, 60)
+        assert here.ids == [] and here.client.forfeited == ["actor-0.0"]
+        *late, gone = [note for note in here.notes if "actor-0.0" in note]
+        assert f"a probe of actor-0.0 waits for {cut.host}, 0 s" in late
+        assert gone.startswith(f"actor-0.0 on {cut.host} is given up (TimeoutError: no answer to a")
+        assert here.manager.metrics()["cluster/late_probes"] == len(late) >= 2
+        await here.until(lambda: here.ids == ["actor-0.1"], "a replacement")
 
 
 async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) -> None:
@@ -330,6 +364,7 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
             key=key,
             fallback=tmp_path,
             where=session.on_node,
+            deadline_s=60,
             listener=RecordingListener(notes),
         )
         first = sender.stage("v0.1", verify=True)
@@ -345,8 +380,18 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
         with torch.no_grad():
             owner.model.weight.add_(1)
         newest = await check(relays, sender.stage("v0.3", verify=True))
+        hung = await relays._relays[added.node_id].pid.remote()
+        os.kill(hung, signal.SIGSTOP)
+        relays._deadline_s = 1
+        try:
+            with pytest.raises(TimeoutError, match="its relay took longer than 1 s"):
+                await relays.local(sender.stage("v0.31", verify=True), added.node_id)
+        finally:
+            os.kill(hung, signal.SIGKILL)
+        relays._deadline_s = 60
+        newest = await check(relays, sender.stage("v0.32", verify=True))
         assert (await relays.local(first, home)) is first
-        with pytest.raises(ray.exceptions.RayTaskError, match="the announcement is for write 2"):
+        with pytest.raises(ray.exceptions.RayTaskError, match="the announcement is for write"):
             await relays.local(first, added.node_id)  # its segment has been written again
         await check(relays, sender.stage("v0.4", verify=False))
         await relays.close()

@@ -266,6 +266,17 @@ def test_intervals_that_disagree_say_nothing_and_then_that_nothing_is_clear() ->
     assert told[5].advice == {}
 
 
+@pytest.mark.parametrize(
+    "name", ["cluster/rollout_actors", "cluster/late_probes", "cluster/learner_restarts"]
+)
+def test_an_interval_with_a_fault_is_not_judged(name: str) -> None:
+    told = lines(steps=4 * MIN_STEPS, starved=0.5, blocked=0.5, length=40.0)
+    for step, line in enumerate(told):
+        line[name] = 1.0 if step < MIN_STEPS else 2.0
+    found = [index for index, verdict in enumerate(observed(told)) if verdict is not None]
+    assert found == [2 * MIN_STEPS, 3 * MIN_STEPS]
+
+
 def test_advice_stays_within_the_cores_of_the_machine() -> None:
     full = lines(steps=6, starved=0.5, blocked=0.0, length=95.0)
     for cores, expected in ((None, 4), (4, 3), (3, None)):

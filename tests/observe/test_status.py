@@ -292,6 +292,24 @@ def test_the_panel_says_that_a_stopped_run_saves() -> None:
     assert "evaluating" in headline(progress, width=120)
 
 
+def test_a_run_that_waits_says_for_whom_and_promises_nothing() -> None:
+    now = [100.0]
+    progress = Progress(clock=lambda: now[0])
+    for step in range(1, 9):
+        now[0] += 1.0
+        progress.logged(step, 20, {"time/step": 1.0})
+    assert "ETA 0:12" in headline(progress, width=100)
+    progress.note("publication v0.8 waits for actor-1.0 on h, 5 s")
+    now[0] += 24.0
+    facts = progress.facts()
+    assert "eta_s" not in facts and "ETA" not in headline(progress, width=100)
+    lines = [line.plain for line in panel(facts, width=100, height=20, now=now[0]).renderables]
+    [quiet] = [line for line in lines if line.startswith("quiet")]
+    assert quiet.endswith("for 0:24: publication v0.8 waits for actor-1.0 on h, 5 s")
+    progress.logged(9, 20, {"time/step": 24.0})
+    assert "eta_s" in progress.facts() and "quiet" not in progress.facts()
+
+
 def test_the_bar_uses_the_width_of_the_terminal() -> None:
     progress = Progress()
     progress.logged(5, 10, {"time/step": 1.0})

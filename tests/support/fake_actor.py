@@ -22,7 +22,8 @@ class StandIn:
         partials: Any = None,
         actors: int = 1,
     ) -> None:
-        self.actor_id, self._over = actor_id, asyncio.Event()
+        self.actor_id, self._over, self._link = actor_id, asyncio.Event(), asyncio.Event()
+        self._link.set()
 
     async def start(self, *, backend: str, label: str) -> None:
         pass
@@ -34,7 +35,14 @@ class StandIn:
         self._over.set()
 
     async def health(self) -> None:
-        pass
+        await self._link.wait()
+
+    async def receive(self, announcement: Any) -> None:
+        await self._link.wait()
+
+    async def cut(self) -> None:
+        """Answer nothing from now on."""
+        self._link.clear()
 
     async def close(self) -> None:
         pass

@@ -114,6 +114,7 @@ class FakeEngine:
 
     actor_id: str
     events: list[str]
+    host: str = "h"
     tensor_parallel_size: int = 1
     group: int = 0
     label: str = "unpublished"
@@ -195,7 +196,8 @@ class Fixture:
         self.learner = FakeLearner(self.events, moves=moves, backend=backend)
         self.members = [FakeEngine(f"a{index}", self.events) for index in range(engines)]
         self.dropped: dict[str, BaseException] = {}
-        self.notes: list[str] = []
+        self.listener = RecordingListener()
+        self.notes = self.listener.notes
         self.live_error: BaseException | None = None
         self.coordinator = Coordinator(
             settings or config(),
@@ -204,7 +206,7 @@ class Fixture:
             backend=backend,
             live=self.live,
             exact=exact,
-            listener=RecordingListener(self.notes),
+            listener=self.listener,
         )
 
     def alive(self) -> tuple[FakeEngine, ...]:

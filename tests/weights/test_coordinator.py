@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import SetupError, Stalled, TransferMismatch
-from async_grpo.weights import fan_out
+from async_grpo.weights import coordinator, fan_out
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, TornTransfer
 from tests.support.publishing import FakeEngine, Fixture, config, torn, until
@@ -141,6 +141,23 @@ def test_an_engine_that_dies_or_says_nothing_is_dropped_and_the_others_go_live(l
     asyncio.run(scenario())
 
 
+def test_a_publication_that_takes_long_says_for_whom_it_waits(monkeypatch) -> None:
+    async def scenario() -> None:
+        run = Fixture()
+        await run.coordinator.start(0)
+        gate = run.members[1].gate = asyncio.Event()
+        await run.coordinator.publish(1)
+        await asyncio.sleep(0.5)
+        gate.set()
+        await run.coordinator.wait()
+        first, *more = run.notes
+        assert first == "publication v0.1 waits for a1 on h, 0 s", "a0 has answered"
+        assert 1 <= len(more) <= 3, "it says so whenever the wait has doubled"
+
+    monkeypatch.setattr(coordinator, "LATE_S", 0.05)
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_fails_at_the_start_ends_the_run() -> None:
     async def scenario() -> None:
         run = Fixture()
@@ -198,7 +215,7 @@ def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
         assert run.members[1].weight == 2.0
         assert run.events[-1] == "live 1"
         assert run.coordinator.weight_metrics()["weights/repeated"] == 2
-        assert run.notes == ["publication v0.1 was cut off and is repeated: a1: cut off"] * 2
+        assert run.notes == ["publication v0.1 was cut off and is repeated: a1: cut off"], "once"
 
     asyncio.run(scenario())
 

@@ -239,7 +239,7 @@ class FrontEnd:
 class Handle:
     """An engine as the driver sees it."""
 
-    tensor_parallel_size = 1
+    host, tensor_parallel_size = "h", 1
 
     def __init__(self, run: Run, actor_id: str, *, child: bool = False) -> None:
         self.actor_id = actor_id

@@ -144,6 +144,8 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         parts = _weights(facts, now) if label == "weights" else _named(metrics, label)
         if parts:
             yield label, "   ".join(parts), ""
+    if "quiet" in facts:
+        yield "quiet", f"for {duration(now - facts['step_at'])}: {facts['quiet']}", "yellow"
     if verdict := facts["verdict"]:
         quiet = verdict["kind"] in ("balanced", "unclear")
         yield "verdict", verdict["text"], "" if quiet else "yellow"

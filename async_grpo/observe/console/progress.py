@@ -23,6 +23,8 @@ WINDOW_S = 30.0
 CURVE_POINTS = 120
 EVALUATIONS = 120
 NOTES = 5
+QUIET_S = 10.0
+"""So long, and five times the usual, without a learner step: nobody knows what the rest takes."""
 
 SHOWN = (
     "rollout/score",
@@ -224,7 +226,11 @@ class Progress:
                 "verdict": self._verdict,
                 "notes": list(self._notes),
             }
-            if (seconds := facts["metrics"].get("seconds_per_step")) is not None:
+            seconds = facts["metrics"].get("seconds_per_step", math.nan)
+            going_on = text == "training" and not self._end
+            if going_on and self._clock() - self._step_at > max(QUIET_S, 5 * seconds):
+                facts["quiet"] = self._notes[-1] if self._notes else ""
+            elif math.isfinite(seconds):
                 facts["eta_s"] = max(0, self._total - self._step) * seconds
             return facts | self._end
 
