@@ -2,7 +2,7 @@
 
 Runs in: every process that calls another one. An actor that cannot be reached counts as dead, since
 its call may have been made; where a call may be made twice it is repeated: those of the queue by
-Ray (`_queue_process`), evaluations, and the connecting of the weights.
+Ray (`_queue_process`), evaluations, and probes, groups and weights of an engine (`RemoteEngine`).
 
 Invariant: what a living process raises is no death, though a `RayTaskError` has the class of its
 cause as well.

@@ -416,7 +416,8 @@ class ActorManager:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
                 with long_wait(f"a probe of {engine.actor_id}", lambda: engine.host, late):
-                    await asyncio.wait_for(engine.answer(), limit)
+                    async with asyncio.timeout(limit):  # `wait_for` may swallow a cancellation
+                        await engine.answer()
                 continue
             except TimeoutError:
                 error: Exception = TimeoutError(

@@ -74,7 +74,16 @@ QUEUE = {
 STOP = {"rollout": "close", "learner": "close", "queue": "close"}
 
 
-REPEATED = ("connect", "load", "sampling", "evaluate before training", "evaluate")
+REPEATED = (
+    "connect",
+    "load",
+    "sampling",
+    "evaluate before training",
+    "step",
+    "probe",
+    "sync",
+    "evaluate",
+)
 """What is asked of an engine again that could not be reached and is well."""
 
 
