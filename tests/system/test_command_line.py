@@ -324,6 +324,41 @@ def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, momen
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("process_class", "budget", "code", "says"),
+    [
+        ("RolloutProcess", 1, 0, "actor-0.0 died while the run started (ActorDiedError: "),
+        ("RolloutProcess", 0, 4, "0 rollout actors are alive, cluster.rollout_actors.min is 1"),
+        ("LearnerProcess", 1, 0, "a learner rank died during the learner's "),
+        ("LearnerProcess", 0, 4, "the learner was started again 0 times already"),
+    ],
+)
+def test_who_is_killed_in_the_start_is_replaced_or_ends_the_run_in_a_sentence(
+    config, home, process_class, budget, code, says
+):
+    mark, log = uuid.uuid4().hex, home / f"{uuid.uuid4().hex}.txt"
+    settings = [f"run.dir={home / log.stem}", f"cluster.restart_budget={budget}"]
+    process = start(config, *settings, "run.total_steps=1", mark=mark, log=log)
+
+    def named() -> list[int]:
+        return [pid for pid in marked(MARK, mark) if process_class in command_of(pid)]
+
+    try:
+        wait_until(named, 240, f"a {process_class}", log)
+        os.kill(named()[0], signal.SIGKILL)
+        assert process.wait(timeout=300) == code, log.read_text()[-3000:]
+    finally:
+        process.kill()
+    text = log.read_text()
+    assert says in text and "Traceback" not in text, text[-3000:]
+    assert text.splitlines()[-1].endswith(f"exit code {code}: {EXIT_MEANING[code]}")
+    if code:
+        assert "error: it was starting; " in text
+    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_second_signal_to_the_group_ends_the_run_at_once(config, home):
     mark, log = uuid.uuid4().hex, home / "twice.txt"
     process = start(config, f"run.dir={home / 'twice'}", mark=mark, log=log)
