@@ -30,7 +30,7 @@ from async_grpo.checkpoint.directory import Origin
 from async_grpo.checkpoint.resume import changes, find_checkpoint, first_evaluation, has_past
 from async_grpo.checkpoint.saver import Saver, saver_of
 from async_grpo.cluster.connection import Connection, uses_cluster
-from async_grpo.cluster.placement import without_engines
+from async_grpo.cluster.placement import crowded, without_engines
 from async_grpo.config.load import dump, resolve
 from async_grpo.config.schema import Config
 from async_grpo.errors import DirectoryTaken, RunError, StopRequested
@@ -125,6 +125,8 @@ class Lifecycle:
             task = load_task(self.config.task, self.config.seed)
             notes = look(self.config, task, model_dir=model_dir)
         self.console.info(*notes)
+        if not self._facts.held_out:
+            self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
         saver = self._log.saver = saver_of(
             self.config,
             model_dir=model_dir,
@@ -192,7 +194,7 @@ class Lifecycle:
     ) -> None:
         status: Status = "FAILED"
         if error is None:
-            status = "KILLED" if self.stop_requested else "FINISHED"
+            status = "FINISHED"
         elif isinstance(error, SystemExit):
             status = "FAILED" if error.code else "KILLED"
         elif isinstance(error, StopRequested | KeyboardInterrupt):
@@ -301,6 +303,8 @@ class Lifecycle:
 
         async def start() -> None:
             places = await reserve(config, connection.session)
+            if why := crowded(places.placement):
+                self.console.info(f"warning: {why}")
             if places.placement.device == "cuda":
                 memory = await asyncio.to_thread(connection.session.gpu_memory)
                 for warning in look_at_gpus(config, model_dir, places, memory):
@@ -378,6 +382,8 @@ class Lifecycle:
         self._log.gauges = None
         if tracker is None:
             return
+        if self.stop_requested:
+            tracker.tag("async_grpo.stopped", f"on request, after step {self._log.newest_step}")
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience
         self.console.stopped(status) if ending is None else self.console.end(*ending)
         if report:

@@ -194,7 +194,7 @@ def _train_on(trainer, console: Console) -> None:
         log_model(trainer.config, console, trainer.tracker, final / "hf")
     rows, loop = summarise(trainer, final), trainer.system.loop
     trainer.tracker.tag("mlflow.note.content", described(rows))
-    trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
+    trainer.stop("FINISHED", ending=(0, ""))
     # nothing is under way any more
     final_account = dict(goodput(loop.latest, scope=_scope(trainer, "whole run")))
     rows = [(label, final_account.get(label, text)) for label, text in rows]
@@ -487,9 +487,6 @@ def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         rows.append(("groups", f"{command}.replay {shlex.quote(run_dir)} {shows}"))
     again = shlex.quote(f"{run_dir}/config.yaml") + _longer(trainer)
     rows.append(("next", f"{command}.run {again} continues this run"))
-    if config.replay.max_staleness:
-        text = "the same run with replay.max_staleness=0 is synchronous: engines and learner take "
-        rows.append(("to compare", text + "turns"))
     return rows
 
 

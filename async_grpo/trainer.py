@@ -122,8 +122,7 @@ class Trainer(Lifecycle):
         self.start()
         total = self._facts.held_out
         if not total:
-            self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
-            return {}
+            return {}  # as `start` has said
         with self.console.phase(f"evaluating on {total} held-out problems"):
             self._run(self.system.settle())  # a publication is not cut short
             try:

@@ -302,6 +302,18 @@ def _another_on_cpu(
     return None
 
 
+def crowded(placement: Placement) -> str:
+    """Say that several ranks share cores with each other and with engines, or ""."""
+    ranks = placement.learners
+    if placement.device != "cpu" or len(ranks) < 2 or ranks[0].cores:
+        return ""
+    engines = counted(len(placement.engines), "engine")
+    return (
+        f"learner.ranks is {len(ranks)}, and this machine has fewer cores than these and "
+        f"{engines} need: they wait for each other, and fewer ranks are faster"
+    )
+
+
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
     """Deal the highest cores to the ranks, then to the engines; none if one would have to share."""
     if len(cores) < ranks + engines:

@@ -139,7 +139,8 @@ def _batches(config: Config) -> Iterator[str]:
     if total > learner.tokens_per_micro_batch:
         yield (
             f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
-            f"response may need {rollout.longest_row_in_words} tokens: give at least {total}."
+            f"response may need {rollout.longest_row_in_words} tokens: make it shorter, or give at "
+            f"least {total} where the model's context is as long."
         )
     if rollout.top_p != 1 or rollout.top_k != 0:
         yield (

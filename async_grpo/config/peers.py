@@ -19,7 +19,7 @@ run.total_steps: max_steps total_training_steps num_steps max_num_steps num_roll
 run.epochs: total_epochs num_train_epochs num_epochs max_num_epochs num_episodes total_train_epochs
 model.path: pretrain model_name_or_path model_name model_path pretrained_model_name_or_path
     hf_checkpoint actor_model_path
-model.dtype: torch_dtype param_dtype bf16 fp16
+model.dtype: torch_dtype param_dtype bf16 fp16 precision mixed_precision compute_dtype data_type
 model.reference: ref_model ref_model_path reference_pretrain ref_load reference_model ref_path
 model.reference_refresh_steps: ref_model_sync_steps sync_ref_model ref_update_interval
 model.lm_head_fp32: cast_lm_head_to_fp32 enable_fp32_lm_head fp32_lm_head
@@ -142,6 +142,10 @@ cluster.engine.gpu_memory_utilization: vllm_gpu_memory_utilization mem_fraction_
 """
 """Our dotted name: the names of others; a line that is indented goes on with the one before."""
 
+LOSSES = {name: "ppo_clip" for name in ("vanilla", "regular", "ppo", "grpo", "dapo")} | {
+    "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo",
+}  # fmt: skip
+"""What others call a policy loss: its name here."""
 PEERS: dict[str, str] = {}
 for _entry in re.split(r"\n(?=\S)", _NAMES.strip()):
     _ours, *_peers = _entry.split()

@@ -29,6 +29,7 @@ from async_grpo.algo import catalog
 from async_grpo.algo.catalog import EstimatorTraits, LossTraits, Registry
 from async_grpo.config.algorithm import SECTIONS
 from async_grpo.config.docs import show, words
+from async_grpo.config.peers import LOSSES
 from async_grpo.config.schema import Config
 
 TIMEOUT_S = 120.0
@@ -119,7 +120,9 @@ def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ..
             )
             if kind == "group_filter" and name in names:
                 allowed += f", of a module in `{modules}`: the replay queue imports no other"
-            yield path, f"`{'.'.join(path)}` is {show(name)}; allowed is {allowed}."
+            ours = LOSSES.get(name) if kind == "policy_loss" else None
+            meant = f"; of other systems it is `{ours}` here" if ours else ""
+            yield path, f"`{'.'.join(path)}` is {show(name)}; allowed is {allowed}{meant}."
     filters = config.replay.filter_groups
     if filters.enable and filters.metric == "seq_reward":
         for name in config.algorithm.reward_shaping:

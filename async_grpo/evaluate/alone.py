@@ -23,7 +23,7 @@ from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight.model import known_model
+from async_grpo.preflight.model import known_model, positions
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
@@ -35,6 +35,8 @@ from async_grpo.weights.transport import Version, resolve_backend
 LABEL = Version(0, 0).label
 """Of the weights that such an engine has."""
 SHOWN_BYTES = 4000
+CHAT_TOKENS, CHAT_TURNS = 4096, 1000
+"""What a person may talk with a model alone, at most."""
 
 
 @contextmanager
@@ -79,10 +81,13 @@ def exit_code(error: Exception) -> int:
     return RunError.exit_code
 
 
-def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Config:
-    """Put the settings of an evaluation together, the evaluated task as `task`. Raises ConfigError,
-    SetupError.
+def settings(
+    source: str, *, task: str | None, overrides: Sequence[str], by_hand: bool = False
+) -> Config:
+    """Put the settings of an evaluation together, the evaluated task as `task`. by_hand: with a
+    model alone a person may talk to it, without a task. Raises ConfigError, SetupError.
     """
+    chat: list[str] = []
     place = Path(source).expanduser()
     is_run = (place / "checkpoints").is_dir() or (place / directory.MANIFEST).is_file()
     with tempfile.TemporaryDirectory(prefix="async_grpo-evaluate-") as scratch:
@@ -104,6 +109,10 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
             base.write_text("", encoding="utf-8")
             if task is None and not place.exists() and place.is_absolute():
                 raise SetupError(f"{source} does not exist: name a checkpoint, a run or a model")
+            if by_hand:
+                task, half = task or "arithmetic", min(CHAT_TOKENS, positions(source)) // 2
+                chat = [f"rollout={{prompt_length: {half}, response_length: {half}}}"]
+                chat.append(f"rollout.max_turns={CHAT_TURNS}")
             if task is None:
                 raise SetupError(f"{source} is no checkpoint: say what is asked, --task gsm8k")
         given = [
@@ -117,7 +126,7 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
         if task is not None:
             asked = {"name": task} | ({"eval": HELD_OUT[task]} if task in HELD_OUT else {})
             given += [f"task={json.dumps(asked)}", "evaluation.task=null"]
-        config = load_config(base, [*given, *overrides])
+        config = load_config(base, [*given, *chat, *overrides])
     evaluation = config.evaluation.model_copy(update={"task": None})
     return config.model_copy(update={"task": config.evaluated_task, "evaluation": evaluation})
 

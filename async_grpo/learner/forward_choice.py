@@ -36,7 +36,7 @@ from async_grpo.learner.model import (
     without_dropout,
 )
 from async_grpo.learner.packing import PackedRow, pack, response_row
-from async_grpo.runtime.text import shortened
+from async_grpo.runtime.text import raised
 
 PASSES = (
     ForwardPass("packed", ATTENTION, "plain"),
@@ -112,7 +112,7 @@ def choose(directory: str | PretrainedConfig, *, trust_remote_code: bool) -> Cho
             except NoLanguageModel:
                 raise
             except RAISED as error:
-                failed, why = error, _reason(error)
+                failed, why = error, raised(error, most=120)
                 continue
             if np.isfinite(expected).all():
                 make = partial(_copy, small, auto, named)
@@ -183,7 +183,7 @@ def _first_right(
         try:
             difference = float(np.abs(_logprobs(make(one).train(), [tried]) - expected).max())
         except RAISED as error:
-            found[one] = _reason(error)
+            found[one] = raised(error, most=120)
             continue
         if difference <= BOUND:
             return Choice(one, needs_logits=needs_logits())
@@ -231,7 +231,3 @@ def _sentence(kind: str, found: dict[ForwardPass, float | str]) -> str:
         f"{kind} cannot be trained: rows that are computed together do not get the log-probs of "
         f"the model's own forward pass ({'; '.join(told)}). Train another model"
     )
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 120)}"

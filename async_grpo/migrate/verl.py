@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from async_grpo.errors import SetupError
 from async_grpo.migrate.common import (
     DATA_FILES,
     LAYOUT_OF_OTHERS,
@@ -92,6 +93,17 @@ def _clip_ratio(value: Any, source: Source) -> Meant:
     raise Untranslatable(
         f"verl does not read it beside clip_ratio_low and clip_ratio_high, here {low} and {high}"
     )
+
+
+def _kl_loss(value: Any, source: Source) -> Meant:
+    if str(value) in ("kl", "k1") and str(source.find("actor.use_kl_loss")).lower() == "true":
+        raise SetupError(
+            f"{source.name}: the gradient of verl's kl_loss_type {value} does not depend on the "
+            "reference, so it holds the policy to nothing; write what you want into the file: "
+            "low_var_kl, kl+ (the same value, with the gradient of the divergence), or "
+            "use_kl_loss false."
+        )
+    return kl_word("actor.kl_loss_type").convert(value, source)
 
 
 _LOSSES = {
@@ -439,7 +451,7 @@ _RULES = (
     none("loss_scale_factor", "the constant of seq-mean-token-sum-norm is the response length"),
     switch("actor.use_kl_loss", "algorithm.use_kl_loss"),
     same("actor.kl_loss_coef", "algorithm.kl_loss_coef"),
-    kl_word("actor.kl_loss_type"),
+    by("actor.kl_loss_type", _kl_loss),
     same("actor.entropy_coeff"),
     same("actor.grad_clip actor.optim.clip_grad", "learner.grad_clip"),
     same("actor.optim.lr", "learner.lr"),
@@ -547,7 +559,8 @@ VERL = Peer(
     option="verl",
     signs="actor_rollout_ref.* data.train_batch_size data.max_response_length trainer.total_epochs "
     "trainer.default_local_dir actor.ppo_mini_batch_size algorithm.adv_estimator "
-    "trainer.n_gpus_per_node async_training.* data.train_files",
+    "trainer.n_gpus_per_node async_training.* data.train_files actor.clip_ratio actor.use_kl_loss "
+    "actor.kl_loss_type actor.clip_ratio_low actor.entropy_coeff actor.ppo_epochs",
     programs=("verl",),
     rules=_RULES,
     implied=_implied,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.config.schema import Config, WarmStart
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine_arguments import engine_arguments
-from async_grpo.runtime.text import shortened
+from async_grpo.runtime.text import raised, shortened
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,7 +108,7 @@ def _read(config: Config, model: str) -> PretrainedConfig:
     except RAISED as error:
         raise SetupError(
             f"`model.path` is {model}, whose config.json transformers does not take: "
-            f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
+            f"{raised(error)}"
         ) from error
 
 
@@ -146,7 +146,7 @@ def _costs(config: Config, choice: Choice, found: PretrainedConfig) -> Iterator[
 
 def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
     """Compare the names and shapes that the learner will publish with those of the files, where
-    these are here. Raises NamesDiffer.
+    these are here; and what the model does not support. Raises NamesDiffer, SetupError.
     """
     import torch
     from transformers.utils import cached_file
@@ -158,12 +158,17 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
     directory = (
         Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
     )
-    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
-        return
-    files = file_shapes(str(directory))
     with torch.device("meta"):
         trust = {"trust_remote_code": config.model.trust_remote_code}
         hf = model_class(found).from_config(found, **trust)
+    if config.learner.gradient_checkpointing and not hf.supports_gradient_checkpointing:
+        raise SetupError(
+            f"`learner.gradient_checkpointing` is true, and transformers cannot do it with "
+            f"{found.model_type}: set it to false"
+        )
+    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        return
+    files = file_shapes(str(directory))
     tied = PolicyModel(hf, float32_head=False).tied
     published = Published(hf, keeps=False, files=files)
     check_names(files, published.metadata(), tied=tied, where=model)

@@ -16,6 +16,7 @@ from async_grpo.cluster.placement import (
     Node,
     Placement,
     PlacementError,
+    crowded,
     describe,
     place,
     refuse,
@@ -368,6 +369,8 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
             f"{most} are in flight: raise replay.max_staleness or rollout.rollout_batch_size, or "
             f"lower cluster.engine.max_num_seqs to {max(1, most // engines)}"
         )
+    if why := crowded(placement):
+        yield why
     if config.mini_batch_groups * rollout.group_size % config.learner.ranks:
         yield (
             f"{config.mini_batch_groups * rollout.group_size} responses of an update do not "

@@ -32,6 +32,7 @@ from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
 from async_grpo.rollout.engine_arguments import set_environment
 from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
+from async_grpo.runtime.text import raised
 from async_grpo.weights.names import file_shapes
 
 BOUND = 1e-4
@@ -173,7 +174,7 @@ def verdict(trials: list[Trial], arguments: dict[str, Any]) -> dict[str, Any]:
             found = {"refused": attempt(trial, arguments, dtype), "sure": True}
         # whatever vLLM's models raise: a run would end with it
         except Exception as error:  # noqa: BLE001
-            found = {"refused": f"{type(error).__name__}: {in_words(error)}", "sure": False}
+            found = {"refused": raised(error, in_words(error)), "sure": False}
         if not found["refused"]:
             break
     return found

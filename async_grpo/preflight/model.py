@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -359,12 +360,23 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
                 "different positions. Make them shorter, or train another model"
             )
         return
-    limit = architecture.get("max_position_embeddings", architecture.get("n_positions"))
+    limit = _limit(architecture)
     if kind in _PLAIN_ROPE and isinstance(limit, int) and config.rollout.longest_row > limit:
         raise SetupError(
             f"{config.rollout.longest_row_in_words} tokens, but {model} has "
             f"max_position_embeddings {limit}: make them shorter, or train another model"
         )
+
+
+def positions(model: str) -> int:
+    """Return how many positions a model has; as good as any number where it does not say."""
+    with quiet_hub():
+        found = _limit(_architecture(model))
+    return found if isinstance(found, int) else sys.maxsize
+
+
+def _limit(architecture: dict[str, Any]) -> Any:
+    return architecture.get("max_position_embeddings", architecture.get("n_positions"))
 
 
 def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) -> None:

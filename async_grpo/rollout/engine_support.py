@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.runtime.text import shortened
+from async_grpo.runtime.text import ERROR_CHARS, raised, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,7 +60,7 @@ def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] =
         args = adapt(AsyncEngineArgs(**arguments), device=device, chosen=chosen)
         config: VllmConfig = args.create_engine_config()
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
-        return in_words(error)
+        return in_words(error) or raised(error)
     return _head_size(config.model_config) if device == "cpu" else ""
 
 
@@ -103,7 +103,7 @@ class TrialEngine:
 
 
 def in_words(error: Exception) -> str:
-    """Say in a line what vLLM raised, often pydantic's wrapping of it."""
+    """Say in a line what vLLM raised, often pydantic's wrapping of it; "" where it has no words."""
     text = " ".join(str(error).split())
     for begin in ("Value error, ", "Assertion failed, "):
         if begin in text:
@@ -112,7 +112,7 @@ def in_words(error: Exception) -> str:
     text = re.sub(r"(Can't load image processor).*", r"\1", text)
     if _SEES.search(text) and importlib.util.find_spec("torchvision") is None:
         text += " (vLLM's code for it imports torchvision, which is not installed)"
-    return shortened(text or type(error).__name__, 300)
+    return shortened(text.rstrip("."), ERROR_CHARS)
 
 
 def _head_size(model: ModelConfig) -> str:

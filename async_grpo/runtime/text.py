@@ -89,6 +89,16 @@ def one_line(error: BaseException) -> str:
     return without_password(text.splitlines()[0])[:ERROR_CHARS]
 
 
+def raised(error: BaseException, text: str | None = None, *, most: int = ERROR_CHARS) -> str:
+    """Say in a part of a sentence what a library raised about a model; text: its words."""
+    said = (" ".join(str(error).split()) if text is None else text).rstrip(".")
+    if lacks := re.search(r"Config' object has no attribute '(\w+)'", said):
+        return f"its configuration has no `{lacks[1]}`"
+    if not said:
+        return f"it fails a check that says no more ({type(error).__name__})"
+    return shortened(f"{type(error).__name__}: {said}", most)
+
+
 def first_line(error: BaseException) -> str:
     """Take the first line of an error's message; its class without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()

@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open(os.dup(1), "w", buffering=1) as out:
         console = Console(out)
         try:
-            config = settings(arguments.source, task=arguments.task, overrides=arguments.overrides)
+            config = settings(
+                arguments.source, task=arguments.task, overrides=arguments.overrides, by_hand=True
+            )
             with open(arguments.export or os.devnull, "w", encoding="utf-8") as file:
                 return serve(config, console, episodes=arguments.episodes, file=file)
         except Exception as error:  # noqa: BLE001 - said, and the process ends
@@ -104,7 +106,8 @@ async def _by_hand(
 ) -> AsyncIterator[Shown]:
     """Serve one episode after the other to whoever asks."""
     assert actor.parts.players is not None
-    hand = _Hand(console)
+    room = f"{config.rollout.response_length} sampled tokens (rollout.response_length)"
+    hand = _Hand(console, f"it ends after {config.rollout.max_turns} turns, or {room}")
     player = await actor.parts.players.served(hand, actor.parts.task)
     problem, number = Problem("", {}), 0
     with hand.listening():
@@ -138,8 +141,9 @@ async def _play(config: Config, player: ServedPlayer, problem: Problem, number: 
 class _Hand:
     """A host whose episodes end when a person says so."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, room: str) -> None:
         self._console, self._ended = console, asyncio.Event()
+        self._room = room
         self.stopped = False
         self.open_episodes = 0
 
@@ -160,6 +164,7 @@ class _Hand:
             self._console.info(
                 f"episode {seed}; Enter ends it, Ctrl-C ends the endpoint:",
                 f"export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}",
+                self._room,
             )
             await self._ended.wait()
         return Observation("env_done", done=True)

@@ -140,7 +140,7 @@ class RowTask(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """A line for every source with malformed rows left out, with examples."""
+        """A line for every source of which rows are left out, with examples of malformed ones."""
         return list(self._notes)
 
     @cached_property
@@ -193,6 +193,11 @@ class RowTask(ABC):
             raise TaskError(
                 f"every problem of task.eval ({self._settings.eval}) is also in "
                 "task.train; name held-out data"
+            )
+        if left := len(problems) - len(kept):
+            self._notes.append(
+                f"note: {self._settings.eval}: {left} of {len(problems)} held-out problems have "
+                "the prompt of a training problem, and are left out"
             )
         return kept
 

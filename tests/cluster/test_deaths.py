@@ -147,7 +147,7 @@ async def test_a_rank_that_complains_of_a_dead_one_is_not_the_dead_one(tmp_path:
     complaint = ray.exceptions.RayTaskError("update", "connection reset", RuntimeError())
     group = LearnerGroup(
         settings(tmp_path, ranks=2),
-        placement=SimpleNamespace(device="cpu"),
+        placement=SimpleNamespace(device="cpu", learners=()),
         options=[],
         queue=None,
         model_dir="",

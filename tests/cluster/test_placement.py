@@ -15,6 +15,7 @@ from async_grpo.cluster.placement import (
     PlacementError,
     Slot,
     another,
+    crowded,
     least,
     place,
     without_engines,
@@ -88,6 +89,14 @@ def test_cpu_affinity_with_gaps_is_respected() -> None:
     assert len(placement.engines) == 1, (
         "three cores are too few for two engines, however many CPUs Ray was told of"
     )
+
+
+def test_ranks_that_share_cores_are_told_of() -> None:
+    said = [crowded(place(config(ranks=ranks), cpu(2))) for ranks in (1, 3)]
+    assert not said[0] and said[1].startswith(
+        "learner.ranks is 3, and this machine has fewer cores"
+    )
+    assert not crowded(place(config(ranks=3), cpu(8)))
 
 
 def test_cpu_learners_stay_on_the_first_node() -> None:

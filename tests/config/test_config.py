@@ -283,6 +283,8 @@ def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
         ("algorithm.epsilon_high=0.3", "`epsilon_high` is `algorithm.clip_ratio_high` here."),
         ("async_generation_ratio=1", "`async_generation_ratio` is `replay.max_staleness` here."),
         ("learner.learning_rates=1", "Did you mean `learner.lr`?"),
+        ("learner.precision=bf16", "`precision` is `model.dtype` here"),
+        ("learner.precison=bf16", "Did you mean `model.dtype`?"),
         ("replay.xyzzy=1", "The keys of `replay` are max_staleness, order,"),
         ("xyzzy=1", "The sections are seed, run, model,"),
     ],
@@ -458,6 +460,8 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["algorithm.importance.lower=2"], ["importance.lower` is 2", "below"]),
     (["model.reference=a/b"], ["`model.reference`", "use_kl_loss"]),
     (["learner.tokens_per_micro_batch=1023"], ["is 1023", "512 + ", "= 1024"]),
+    (["rollout.response_length=100000"], ["make it shorter", "the model's context"]),
+    (["algorithm.policy_loss=vanilla"], ["of other systems it is `ppo_clip` here"]),
     (["cluster.rollout_actors={min: 3, max: 2}"], ["rollout_actors.min` is 3", "2"]),
     (["cluster.layout=colocated", "cluster.device=cpu"], ["colocated", "cpu"]),
     (

@@ -18,7 +18,9 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.evaluate import __main__ as command
 from async_grpo.evaluate.__main__ import evaluate, rows, settings
+from async_grpo.evaluate.alone import CHAT_TOKENS
 from async_grpo.observe.console.console import Console
+from async_grpo.preflight.model import positions
 from async_grpo.rollout.engine import EngineError
 from async_grpo.tasks.verifier import VerifierError
 from tests.support.models import write_model
@@ -94,6 +96,14 @@ def test_a_model_needs_a_task(run_dir: Path) -> None:
     assert known.model.path == "some/model" and known.task.eval == "openai/gsm8k:main:test"
     own = settings("some/model", task="gsm8k", overrides=["task.eval=rows.jsonl"])
     assert (own.task.train, own.task.eval) == (None, "rows.jsonl")
+
+
+def test_a_person_may_talk_with_a_model_alone(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    alone = settings(model, task=None, overrides=["rollout.max_turns=3"], by_hand=True)
+    room = min(CHAT_TOKENS, positions(model)) // 2
+    assert alone.rollout.response_length == alone.rollout.prompt_length == room
+    assert alone.rollout.max_turns == 3 and alone.task.name == "arithmetic"
 
 
 @pytest.mark.parametrize("task", ["jsonl", "math"])

@@ -31,6 +31,23 @@ def test_a_file_is_recognised(name: str) -> None:
     assert name.startswith(peer.option.replace("-", "_"))
 
 
+def test_an_actor_of_verl_at_the_top_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "their.yaml").write_text("actor: {clip_ratio: 0.2, use_kl_loss: false}\n")
+    assert migrate(tmp_path / "their.yaml").peer.name == "verl"
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1"])
+def test_a_loss_of_verl_that_holds_to_nothing_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "their.yaml"
+    actor = "actor: {clip_ratio: 0.2, kl_loss_type: %s, use_kl_loss: %s}\n"
+    path.write_text(actor % (kind, "true"))
+    with pytest.raises(SetupError, match=rf"kl_loss_type {kind} does not depend on the reference"):
+        migrate(path)
+    for harmless in (actor % (kind, "false"), actor % (f"{kind}+", "true")):
+        path.write_text(harmless)
+        assert migrate(path).peer.name == "verl"
+
+
 @pytest.mark.parametrize("recipe", recipes().values(), ids=lambda path: path.stem)
 def test_our_own_files_are_of_nobody_else(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="has our own sections"):

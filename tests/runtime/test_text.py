@@ -11,9 +11,23 @@ from async_grpo.runtime.text import (
     counted,
     duration,
     one_line,
+    raised,
     visible,
     without_password,
 )
+
+
+def test_what_a_library_raised_is_a_part_of_a_sentence() -> None:
+    said = [
+        raised(AttributeError("'MiniMaxM2Config' object has no attribute 'rotary_dim'")),
+        raised(AssertionError()),
+        raised(ValueError("not supported\nfor now.")),
+    ]
+    assert said == [
+        "its configuration has no `rotary_dim`",
+        "it fails a check that says no more (AssertionError)",
+        "ValueError: not supported for now",
+    ]
 
 
 def test_control_characters_show_and_newlines_stay_where_they_are_wanted() -> None:

@@ -508,6 +508,7 @@ def test_held_out_problems_are_not_in_training(tmp_path):
         0,
     )
     assert [problem.prompt for problem in task.evaluation(9)] == ["q4", "q5"]
+    assert "2 of 4 held-out problems have the prompt of a training problem" in task.notes[0]
     with pytest.raises(TaskError, match=r"also in task.train"):
         load_task(schema.TaskConfig(name="jsonl", train=train, eval=train), 0).evaluation(1)
 

@@ -193,7 +193,7 @@ def _connection() -> Any:
 
 
 async def _reserve(*_: Any) -> Any:
-    return SimpleNamespace(placement=SimpleNamespace(device="cpu"), slots=())
+    return SimpleNamespace(placement=SimpleNamespace(device="cpu", learners=()), slots=())
 
 
 def _system(seen: list[Any], *, disk: bool) -> Any:

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -93,7 +94,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Begin to listen. Raises OSError, TimeoutError."""
-        app = Starlette(routes=self._routes())
+        app = Starlette(routes=self._routes(), exception_handlers={HTTPException: self._no_route})
         host, port = self._settings.host, self._settings.port
         name = self._settings.advertise or _reached_by(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -133,6 +134,11 @@ class Endpoint:
             Route(f"/v1/work/{name}", self._guarded(answer), methods=["POST"])
             for name, answer in work.items()
         ]
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        said = f"there is no {request.method} {request.url.path} here"
+        return self._refused(RequestError(error.status_code, said, code="not_found"))
 
     def _guarded(self, answer: _Handler, dialect: Dialect = CHAT) -> _Handler:
         """Answer what nobody has foreseen with 500. Only the error's type is logged: its text and

@@ -208,6 +208,17 @@ async def test_hostile_bodies_are_answered_with_a_sentence(body: bytes, says: st
         assert (await one.post()).status_code == 200, "and the next one is answered"
 
 
+async def test_what_is_not_there_is_said_in_json() -> None:
+    async with opened(Policy()) as one, httpx.AsyncClient(base_url=one.endpoint.url) as client:
+        for reply, status in (
+            (await client.post("/embeddings"), 404),
+            (await client.get("/chat/completions"), 405),
+        ):
+            error = reply.json()["error"]
+            assert reply.status_code == status and error["code"] == "not_found"
+            assert reply.request.url.path in error["message"]
+
+
 async def test_settings_of_a_client_are_refused_where_that_is_configured() -> None:
     async with opened(Policy("one"), sampling="refuse") as one:
         body = json.dumps({"model": "m", "messages": ASK, "temperature": 0.5, "seed": 1}).encode()
