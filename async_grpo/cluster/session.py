@@ -274,7 +274,9 @@ class RaySession:
                 if all(node.node_id != node_id for node in self.nodes()):
                     return False
                 await asyncio.wait({answer}, timeout=RESERVED_POLL_S)
-            return answer.done() and answer.result() is None
+            # a node that is short of memory ends this process too, and is there
+            well = (type(None), ray.exceptions.OutOfMemoryError)
+            return answer.done() and isinstance(answer.result(), well)
         finally:
             answer.cancel()
 

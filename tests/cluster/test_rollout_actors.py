@@ -34,7 +34,7 @@ from async_grpo.errors import FaultBudgetSpent, RunError
 from async_grpo.runtime import listener
 from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, remove_segments
 from async_grpo.weights.transport import Announcement
-from tests.support.fake_actor import StandIn
+from tests.support.fake_actor import DiesOnce, Slow, StandIn
 from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
 
@@ -176,10 +176,10 @@ async def fleet(
         listener=here.listener,
         failures=here.listener,
     )
-    await here.manager.start()
-    here.manager.begin(NoPublications())
-    here.manager.produce()
     try:
+        await here.manager.start()
+        here.manager.begin(NoPublications())
+        here.manager.produce()
         yield here
     finally:
         await here.manager.stop()
@@ -291,6 +291,41 @@ async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_
         assert gone.startswith(f"actor-0.0 on {cut.host} is given up (TimeoutError: no answer to a")
         assert here.manager.metrics()["cluster/late_probes"] == len(late) >= 2
         await here.until(lambda: here.ids == ["actor-0.1"], "a replacement")
+
+
+async def test_who_dies_while_the_run_starts_is_replaced(
+    cluster, extra, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(rollout_actors, "RolloutProcess", DiesOnce)
+    extra(1)
+    async with fleet(
+        cluster, tmp_path, rollout_actors={"min": 2, "max": 2}, restart_budget=1
+    ) as here:
+        assert here.ids == ["actor-0.0", "actor-1.1"] and here.manager.restarts == 1
+        [death] = here.manager.deaths
+        assert death.startswith("actor-1.0 died while the run started (ActorDiedError: ")
+
+
+@pytest.mark.parametrize("least", [1, 2])
+async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_is_enough(
+    cluster, extra, tmp_path, monkeypatch, least: int
+) -> None:
+    """Ray's own memory monitor, which thinks that one node has none left."""
+    monkeypatch.setattr(rollout_actors, "RolloutProcess", Slow)
+    monkeypatch.setattr(rollout_actors, "back_off_s", lambda deaths: 0.0)
+    with monkeypatch.context() as poor:
+        poor.setenv("RAY_memory_usage_threshold", "0.01")
+        poor.setenv("RAY_memory_monitor_refresh_ms", "200")
+        extra(1)
+    starting = fleet(cluster, tmp_path, rollout_actors={"min": least, "max": 2}, restart_budget=1)
+    if least == 2:
+        with pytest.raises(FaultBudgetSpent, match=r"short of memory .*memory monitor killed it"):
+            await starting.__aenter__()
+        return
+    async with starting as here:
+        assert here.ids == ["actor-0.0"] and len(here.manager.deaths) == 2
+        assert all("short of memory (" in death for death in here.manager.deaths)
+        assert any("the restart budget is spent; 1 rollout" in note for note in here.notes)
 
 
 async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) -> None:

@@ -49,3 +49,18 @@ class StandIn:
 
     async def die(self) -> None:
         os._exit(1)
+
+
+class DiesOnce(StandIn):
+    """The first one of a place dies while it loads, without a word."""
+
+    async def start(self, *, backend: str, label: str) -> None:
+        if self.actor_id.endswith(".0") and self.actor_id != "actor-0.0":
+            os._exit(1)
+
+
+class Slow(StandIn):
+    """Takes a while to load, except the first."""
+
+    async def start(self, *, backend: str, label: str) -> None:
+        await asyncio.sleep(0 if self.actor_id.startswith("actor-0") else 5)
