@@ -28,7 +28,8 @@ def serving(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     model = write_model(tmp_path / "model")
     command = [sys.executable, "-m", "async_grpo.serve", model, "--export", str(tmp_path / "out")]
-    settings = [f"task.eval={data}", SIZES, "cluster.engine.kv_cache_gb=0.01"]
+    settings = [SIZES, "cluster.engine.kv_cache_gb=0.01"]
+    settings += [f"task.eval={data}"] * ("--task" in more)
     pipe = subprocess.PIPE
     process = subprocess.Popen([*command, *settings, *more], stdin=pipe, stdout=pipe, text=True)
     watch = threading.Timer(120, process.kill)
@@ -58,7 +59,7 @@ def client_of(process: subprocess.Popen[str]) -> OpenAI:
 
 
 def test_an_episode_by_hand_ends_with_a_line_and_all_with_a_signal(tmp_path: Path) -> None:
-    process = serving(tmp_path, "--task", "jsonl")
+    process = serving(tmp_path)
     assert process.stdin is not None
     first = client_of(process)
     messages = [{"role": "user", "content": "1+1="}]
