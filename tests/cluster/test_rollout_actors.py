@@ -278,7 +278,7 @@ async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_
     cluster, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(rollout_actors, "PROBE_INTERVAL_S", 0.1)
-    monkeypatch.setattr(listener.long_wait, "__kwdefaults__", {"first_s": 0.3})
+    monkeypatch.setattr(listener.long_wait.__wrapped__, "__kwdefaults__", {"first_s": 0.3})
     async with fleet(cluster, tmp_path, rollout_actors={"max": 1}, probe_timeout_s=2) as here:
         [cut] = here.manager.alive()
         receiving = asyncio.ensure_future(cut.receive(Announcement("v0.1", "nccl")))
