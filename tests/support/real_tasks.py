@@ -1,0 +1,85 @@
+"""Tasks for a small pretrained model: rows of sums, an environment of several turns, and a program
+around an unmodified `openai` client.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from async_grpo.environments.base import Action, Observation
+from async_grpo.tasks.base import Problem
+
+
+def question(number: int) -> tuple[list[dict[str, str]], str]:
+    draws = random.Random(number)
+    one, other = draws.randint(2, 9), draws.randint(2, 9)
+    text = f"What is {one} + {other}? Answer with the number only."
+    return [{"role": "user", "content": text}], str(one + other)
+
+
+def write_rows(path: Path, *, start: int, count: int) -> Path:
+    rows = [question(number) for number in range(start, start + count)]
+    lines = [json.dumps({"messages": messages, "answer": answer}) for messages, answer in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class Sums:
+    """A sum, and another try for who is wrong: messages go through the model's chat template."""
+
+    weights: ClassVar = {"correct": 1.0}
+    fingerprint = "sums-1"
+
+    def __init__(self, settings: Any, seed: int) -> None: ...
+
+    def __len__(self) -> int:
+        return 64
+
+    def train(self, index: int) -> Problem:
+        messages, answer = question(index)
+        return Problem(messages, reference=answer)
+
+    def evaluation(self, n: int) -> list[Problem]:
+        return [self.train(1000 + index) for index in range(n)]
+
+    def environment(self) -> Tries:
+        return Tries()
+
+
+class Tries:
+    def reset(self, reference: str, seed: int) -> Observation:
+        self.answer, self.tries = reference, 0
+        return Observation()
+
+    def step(self, action: Action) -> Observation:
+        self.tries += 1
+        # the first word is never taken, so that every episode has a second turn
+        if self.tries > 1 and self.answer in action.text:
+            return Observation(rewards={"correct": 1.0}, done=True, verdict=1.0)
+        if self.tries == 3:
+            return Observation(rewards={"correct": 0.0}, done=True, verdict=0.0)
+        return Observation("Are you sure? Answer again.")
+
+    def close(self) -> None: ...
+
+
+def main() -> None:
+    """A program that plays an episode of two turns with the client as it is."""
+    from openai import OpenAI
+
+    problem, client = json.load(sys.stdin), OpenAI()
+    messages, text = list(problem["prompt"]), ""
+    for _ in range(2):
+        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages += [said, {"role": "user", "content": "Are you sure? Answer again."}]
+        text = said.content or ""
+    right = float(problem["reference"]["answer"] in text)
+    print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+
+
+if __name__ == "__main__":
+    main()
