@@ -5,13 +5,15 @@ Runs in: learner ranks. Hides peft. Invariants:
 - What text does not go through (a model's tower for images) stays as it is: it has no gradient, and
   an optimizer would decay it.
 
-- Adapters stand beside the weights, W x + scaling B A x; base weights never change.
+- Adapters stand beside the weights, W x + scaling B A x; base weights never change, and checkpoints
+  have their fingerprint alone.
 - Adapters start as no change at all (B is zero) and equal on every rank; the language-model head
   and the embeddings get none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -190,6 +192,17 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
     finally:
         for layer, scaling in scalings:
             layer.scaling[_ADAPTER] = scaling
+
+
+def base(hf: PreTrainedModel) -> dict[str, str]:
+    """Return the directory of the weights under the adapters, and their fingerprint. Collective."""
+    total = hashlib.sha256()
+    for name, tensor in zero.whole(hf):
+        if ".lora_" not in name:
+            total.update(name.encode())
+            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    path = hf.peft_config[_ADAPTER].base_model_name_or_path
+    return {"path": str(path), "sha256": total.hexdigest()}
 
 
 def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:

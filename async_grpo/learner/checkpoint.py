@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner
 
 _TAG = "learner"
-_RANKS = "learner.ranks"
+_RANKS, _BASE = "learner.ranks", "base"
 _REFERENCE = "reference"
 _DIVISIBLE_STAGES = (0, 1, 2)
 """With stage 0 every rank holds everything; stage 3 divides each parameter, weights included."""
@@ -142,21 +142,33 @@ def save(
     engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]
 ) -> None:
     """Write the engine's state (`client_state`: plain values) and each rank's random state and
-    layout. Collective, in one directory or one per rank. Raises StorageFailure.
+    layout; of a layout with a base only what is trained. Collective, in one directory or one per
+    rank. Raises StorageFailure.
     """
-    writes = Writes()
+    writes, lean = Writes(), layout[_BASE] is not None
     writes.do(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
     kept = engine.checkpoint_engine
     engine.checkpoint_engine = _CheckpointWriter(writes)
     # scripts beside the files, whose errors would leave the other ranks waiting
     engine._copy_recovery_script = lambda *_: None
+    whole = engine.module_state_dict
+    if lean:  # DeepSpeed's own leaves out frozen parameters, but no second name of a tied one
+        trained = {name for name, one in engine.module.named_parameters() if one.requires_grad}
+        engine.module_state_dict = lambda **_: {
+            name: tensor for name, tensor in whole().items() if name in trained
+        }
     try:
         engine.save_checkpoint(
-            directory, tag=_TAG, client_state={"async_grpo": client_state}, save_latest=False
+            directory,
+            tag=_TAG,
+            client_state={"async_grpo": client_state},
+            save_latest=False,
+            exclude_frozen_parameters=lean,
         )
     finally:
         engine.checkpoint_engine = kept
         del engine._copy_recovery_script
+        vars(engine).pop("module_state_dict", None)
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state()
@@ -166,12 +178,19 @@ def save(
 
 def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
     """Restore what `save` wrote, dividing the optimizer anew for another number of ranks; its
-    client state. Raises ValueError for a missing file, or a layout that cannot be continued.
+    client state. Raises ValueError for a missing file, a layout that cannot be continued, or
+    another base than the one of the checkpoint.
     """
-    written = _read_rank(directory, 0)["layout"]
+    written, base = _read_rank(directory, 0)["layout"], layout[_BASE]
+    theirs = written.get(_BASE)  # older checkpoints hold the whole model
+    if theirs and base and theirs["sha256"] != base["sha256"]:
+        raise ValueError(
+            f"the adapters in {directory} were trained on other weights ({theirs['path']}) than "
+            f"{base['path']} has now: bring those back, for the checkpoint does not hold them"
+        )
     saved_ranks = written[_RANKS]
     other_ranks = saved_ranks != layout[_RANKS]
-    if written | {_RANKS: layout[_RANKS]} != layout:
+    if written | {_RANKS: layout[_RANKS], _BASE: base} != layout:
         raise ValueError(
             f"{directory} holds a learner with {written}, this one has {layout}; "
             "resume with the settings of the checkpoint"
@@ -183,7 +202,9 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
             f"whose files only {saved_ranks} ranks can read; set learner.ranks={saved_ranks}"
         )
     divided = other_ranks and stage > 0
-    loaded, client_state = engine.load_checkpoint(directory, tag=_TAG, load_module_only=divided)
+    loaded, client_state = engine.load_checkpoint(
+        directory, tag=_TAG, load_module_only=divided, load_module_strict=theirs is None
+    )
     if loaded is None:
         raise ValueError(f"{directory} holds no DeepSpeed checkpoint")
     if divided:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -528,6 +529,11 @@ class Learner:
             checkpoint.load_reference(_module(self._reference), directory, writable=zero.gathered)
         return saved["state"]
 
+    @cached_property
+    def _base(self) -> dict[str, str] | None:
+        """What stands under adapters, and never changes; None without any. Collective."""
+        return None if self.config.model.lora is None else adapters.base(self.engine.module.hf)
+
     def _layout(self) -> dict[str, Any]:
         model = self.config.model
         return {
@@ -536,6 +542,7 @@ class Learner:
             "model.dtype": str(self._dtype),
             "model.lora": None if model.lora is None else model.lora.model_dump(),
             "model.freeze": model.freeze,
+            "base": self._base,
         }
 
     def export(self, directory: str) -> None:
@@ -556,14 +563,15 @@ class Learner:
             for parameter in self.engine.module.parameters()
         ]
         trained = sum(count for count, requires_grad in counts if requires_grad)
-        model, first = sum(count for count, _ in counts) * self._dtype.itemsize, self.rank == 0
+        lora, first = self.config.model.lora is not None, self.rank == 0
+        model = (trained if lora else sum(count for count, _ in counts)) * self._dtype.itemsize
         plain = self.config.learner.zero_stage == 0
         optimizer = first * 8 * trained if plain else 12 * trained // self.world_size
         module = model // self.world_size if self.sharded else first * model
         files = divide(self.weight_metadata(), self.world_size)
         own = sum(file.nbytes for file in files if file.rank == self.rank)
         exported = own * (1 + self._reference_moved)
-        adapter = first * trained * self._dtype.itemsize if self.config.model.lora else 0
+        adapter = first * model * lora
         return int(1.1 * (optimizer + module + exported + adapter)) + 2**24
 
     def close(self) -> None:

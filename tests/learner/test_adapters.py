@@ -269,6 +269,8 @@ def sweep(
         learner.export(str(path / "export"))
         check_export(path / "export", published, directory, lora=lora)
         learner.save(str(path / "checkpoint"), {})
+        if lora and place.get("rank", 0) == 0:
+            check_only_adapters(path / "checkpoint")
         train(learner, case, splits)
         continued = copy_weights(learner)
         assert not bitwise(continued, published)
@@ -277,6 +279,16 @@ def sweep(
         assert bitwise(copy_weights(learner), published)
         train(learner, case, splits)
         assert bitwise(copy_weights(learner), continued)
+
+
+def check_only_adapters(path: Path) -> None:
+    """The base is in no file, not even a head that is tied to its embedding."""
+    files = list(path.rglob("*model_states.pt"))
+    assert files
+    for file in files:
+        saved = torch.load(file, weights_only=False)
+        assert saved["module"] and all(".lora_" in name for name in saved["module"])
+        assert saved["frozen_param_fragments"] is None
 
 
 def check_offload(learner: Learner, variant: str, stage: int) -> None:
@@ -330,6 +342,39 @@ def test_one_rank_equals_the_slow_loop(
         tmp_path,
         ports=[0, 0],
     )
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_base_that_has_changed_is_refused_and_older_checkpoints_hold_theirs(
+    stage: int, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the model with a tied head, whose tensor is in two places."""
+    config, case = config_of("lora", stage), make_case(models["frozen"], n_updates=2)
+    tied = {"lora": models["frozen"]}
+    with open_learner(config, tied, case, name="lora") as learner:
+        train(learner, case, [split(range(6), 2)] * 2)
+        trained = copy_weights(learner)
+        learner.save(str(tmp_path / "now"), {})
+        check_only_adapters(tmp_path / "now")
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(learner), "_base", None)
+            learner.save(str(tmp_path / "older"), {})
+        assert size(tmp_path / "older") > size(tmp_path / "now") + 4 * sum(
+            tensor.numel() for tensor in trained.values()
+        )
+    for name in ("now", "older"):
+        with open_learner(config, tied, case, name="lora") as learner:
+            learner.load(str(tmp_path / name))
+            assert bitwise(copy_weights(learner), trained)
+    other = {"lora": write_neighbour(models["frozen"], str(tmp_path / "neighbour"))}
+    with open_learner(config, other, case, name="lora") as learner:
+        with pytest.raises(ValueError, match=r"than .*neighbour has now: bring"):
+            learner.load(str(tmp_path / "now"))
+        learner.load(str(tmp_path / "older"))
+
+
+def size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(
