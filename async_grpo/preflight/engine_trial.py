@@ -123,7 +123,8 @@ def attempt(trial: Trial, arguments: dict[str, Any], dtype: str) -> str:
     apart = np.abs(engine.logprobs(trial.rows) - trial.moved)
     if not _small(apart, dtype):
         return (
-            f"new weights do not arrive in it: log-probs are {apart.max():.2g} nats off afterwards"
+            "new weights do not arrive in it, or it leaves out a part that was zero before: log-"
+            f"probs are {apart.max():.2g} nats off afterwards"
         )
     return ""
 

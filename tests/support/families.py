@@ -136,6 +136,17 @@ FAMILIES = {
     "hunyuan_dense": _packed("hunyuan_v1_dense", HEADED),
     "hyperclovax": _packed("hyperclovax", HEADED),
     "diffllama": _packed("diffllama", GROUPED),
+    "helium": _packed("helium", HEADED),
+    "llama_yarn": _packed(
+        "llama",
+        HEADED,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "persimmon": _packed("persimmon", WIDE),
     "biogpt": _packed("biogpt", WIDE),
     "gpt2": _packed("gpt2", OLD),
@@ -190,6 +201,7 @@ FAMILIES = {
         num_global_key_value_heads=1,
         sliding_window=WINDOW,
     ),
+    "cwm": _packed("cwm", HEADED, ALTERNATING, sliding_window=WINDOW, bos_token_id=2),
     "olmo3": _packed("olmo3", GROUPED, ALTERNATING, sliding_window=WINDOW),
     "exaone4": _packed("exaone4", HEADED, ALTERNATING, sliding_window=WINDOW),
     # logits scaled or capped, in attention or behind the head; sinks
@@ -217,10 +229,28 @@ FAMILIES = {
     "mixtral_window": _packed("mixtral", HEADED, LOCAL_EXPERTS, sliding_window=WINDOW),
     "phimoe": _packed("phimoe", GROUPED, LOCAL_EXPERTS),
     "granitemoe": _packed("granitemoe", GROUPED, LOCAL_EXPERTS),
+    "granitemoeshared": _packed(
+        "granitemoeshared", GROUPED, LOCAL_EXPERTS, shared_intermediate_size=64
+    ),
+    "dots1": _packed("dots1", HEADED, ROUTED, ALTERNATING, sliding_window=WINDOW),
+    "exaone_moe": _packed(
+        "exaone_moe", HEADED, EXPERTS, ALTERNATING, sliding_window=WINDOW
+    ),
+    "ernie4_5_moe": _packed(
+        "ernie4_5_moe",
+        HEADED,
+        moe_intermediate_size=64,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+    ),
     "gpt_oss": _packed("gpt_oss", HEADED, LOCAL_EXPERTS, sliding_window=WINDOW),
     "deepseek_v2": _packed("deepseek_v2", LATENT, ROUTED, q_lora_rank=None),
     "deepseek_v3": _packed("deepseek_v3", LATENT, ROUTED, q_lora_rank=32, topk_method="noaux_tc"),
     "glm4_moe": _packed("glm4_moe", HEADED, ROUTED),
+    "glm4_moe_groups": _packed(
+        "glm4_moe", HEADED, ROUTED, n_routed_experts=8, n_group=2, topk_group=1
+    ),
     # attention of the model's own, or chunks
     "falcon": _rows(
         "falcon",
