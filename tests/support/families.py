@@ -233,9 +233,7 @@ FAMILIES = {
         "granitemoeshared", GROUPED, LOCAL_EXPERTS, shared_intermediate_size=64
     ),
     "dots1": _packed("dots1", HEADED, ROUTED, ALTERNATING, sliding_window=WINDOW),
-    "exaone_moe": _packed(
-        "exaone_moe", HEADED, EXPERTS, ALTERNATING, sliding_window=WINDOW
-    ),
+    "exaone_moe": _packed("exaone_moe", HEADED, EXPERTS, ALTERNATING, sliding_window=WINDOW),
     "ernie4_5_moe": _packed(
         "ernie4_5_moe",
         HEADED,
