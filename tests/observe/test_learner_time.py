@@ -8,7 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     assert causes["evaluating"] == pytest.approx(1.5)
 
     # the panel, whose window holds the whole run
-    clock = iter([1000.0, *(row["time"] for row in rows)])
+    clock = chain([1000.0], (row["time"] for row in rows), repeat(rows[-1]["time"]))
     progress = Progress(clock=lambda: next(clock))
     for step, row in enumerate(rows, 1):
         progress.logged(step, STEPS, row)
