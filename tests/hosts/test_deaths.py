@@ -79,7 +79,7 @@ def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None
 
     died = run.begins("B dies without a word")
     lose_power(hosts, b)
-    run.wait(lambda: run.has_said(died, b.address, "is gone"), 90, "the loss of B")
+    run.wait(lambda: run.has_said(died, b.address, "left the cluster"), 90, "the loss of B")
     run.goes_on()
     run.is_over(died)
     assert run.rows()[-1]["cluster/faults"] == 1, "a node is one fault"
@@ -93,7 +93,7 @@ def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None
     raylet = run.begins("B's raylet is killed, and started again")
     [pid] = [pid for pid, command in b.processes().items() if "raylet/raylet" in command]
     os.kill(pid, signal.SIGKILL)
-    run.wait(lambda: run.has_said(raylet, b.address, "is gone"), 90, "the loss of B")
+    run.wait(lambda: run.has_said(raylet, b.address, "left the cluster"), 90, "the loss of B")
     b.start_ray(a, cpus=1)
     took = run.has_actors(2)
     run.goes_on()
@@ -107,7 +107,7 @@ def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None
     run.wait(lambda: [*drafts.glob("*.tmp")], 120, "a checkpoint that is being written")
     lose_power(hosts, b)
     run.wait(lambda: run.newest_checkpoint() > before, 60, "the checkpoint")
-    run.wait(lambda: run.has_said(saving, b.address, "is gone"), 90, "the loss of B")
+    run.wait(lambda: run.has_said(saving, b.address, "left the cluster"), 90, "the loss of B")
     run.goes_on()
     run.is_over(saving, f"checkpoint {run.newest_checkpoint()} is whole")
 
@@ -129,7 +129,7 @@ def test_a_host_dies_in_the_start(two, tmp_path: Path) -> None:
     lose_power(hosts, b)
     run.wait(lambda: run.steps() > 10, 300, "learner steps with the other engine")
     run.is_over(start, f"first steps after {run.rows()[0]['time'] - start.begin:.0f} s")
-    assert run.actors() == 1 and start.said(b.address, "is gone", "actor-1.0"), start.lines
+    assert run.actors() == 1 and start.said(b.address, "left the cluster", "actor-1.0"), start.lines
 
     other = run.begins("B comes back with storage of its own")
     power_on(hosts, b, a, shares=False)
