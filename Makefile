@@ -68,7 +68,7 @@ types: install  ## check the types
 	@$(IN_VENV) mypy
 
 docs: install  ## write the reference pages again: docs/configuration.md, docs/api.md
-	@$(IN_VENV) python -m async_grpo.config.docs && python -m async_grpo.config.api_page
+	@$(IN_VENV) python docs/pages.py
 
 format: install  ## format everything
 	@$(IN_VENV) ruff check --fix --select I . && ruff format .

@@ -9,14 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import api_page
+import pages
 import pytest
 
 import async_grpo
-from async_grpo.config import api_page
 from async_grpo.environments import base as environments
 from async_grpo.tasks import base as tasks
 
-TEXT = api_page.PAGE.read_text(encoding="utf-8")
+TEXT = (pages.DOCS / "api.md").read_text(encoding="utf-8")
 SOURCES = {
     "__init__": """
 from typing import TYPE_CHECKING
@@ -57,7 +58,7 @@ class Base(Generic[T]):
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert api_page.render() == TEXT, "run make docs, or python -m async_grpo.config.api_page"
+    assert api_page.render() == TEXT, "run make docs"
 
 
 def section(name: str) -> str:
@@ -138,21 +139,23 @@ def test_a_name_without_a_definition_is_an_error(small: None) -> None:
         api_page.find("Generic", "base")
 
 
-def test_the_command_writes_and_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert api_page.main(["--check"]) == 0
-    monkeypatch.setattr(api_page, "PAGE", tmp_path / "api.md")
-    assert api_page.main(["--check"]) == 1
-    assert "run python -m async_grpo.config.api_page" in capsys.readouterr().out
-    assert api_page.main([]) == 0 and api_page.main(["--check"]) == 0
+def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pages.main(["--check"]) == 0
+    assert pages.main(["--check"], folder=tmp_path) == 1
+    assert "configuration.md is out of date: run `make docs`" in capsys.readouterr().out
+    assert pages.main([], folder=tmp_path) == 0 and pages.main(["--check"], folder=tmp_path) == 0
+    (tmp_path / "api.md").write_text("another")
+    assert pages.main(["--check"], folder=tmp_path) == 1
 
 
 def test_nothing_heavy_is_imported_for_the_page() -> None:
-    code = (
-        "import sys; from async_grpo.config.api_page import render; render(); print(*sys.modules)"
-    )
+    code = "import sys; import pages; pages.main(['--check']); print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=pages.DOCS,
     )
     assert not {"torch", "ray", "vllm", "numpy"} & set(done.stdout.split())

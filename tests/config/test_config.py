@@ -12,12 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from async_grpo.config import docs, yaml12
+from async_grpo.config import yaml12
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, dump, load_config, preflight_files, resolve
 from async_grpo.config.peer_answers import answer
@@ -771,9 +772,8 @@ def test_a_new_run_does_not_start_in_the_directory_of_another(
 
 
 def test_the_reference_page_is_up_to_date_and_describes_every_setting() -> None:
-    assert docs.PAGE.read_text(encoding="utf-8") == docs.render(), (
-        "run python -m async_grpo.config.docs"
-    )
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == pages.render(), "run make docs"
     assert [
         name
         for name, setting in settings().items()
@@ -823,18 +823,6 @@ def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path:
         environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")},
     )
     assert inside.model.path == "model"
-
-
-def test_the_command_that_writes_the_page_checks_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert docs.main(["--check"]) == 0
-    monkeypatch.setattr(docs, "PAGE", tmp_path / "configuration.md")
-    assert docs.main(["--check"]) == 1
-    assert docs.main([]) == 0 and docs.main(["--check"]) == 0
-    monkeypatch.setattr(docs, "PAGE", tmp_path / "nowhere" / "configuration.md")
-    assert docs.main([]) == 2
-    assert "in a checkout of the source only" in capsys.readouterr().err
 
 
 def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(base: Path) -> None:

@@ -17,7 +17,7 @@ from vllm.utils import system_utils
 from vllm.v1.executor import ray_utils
 
 from async_grpo.config.schema import Config
-from async_grpo.config.vllm_keys import _BY_OURS, _OWN, NAMES, SPECULATION
+from async_grpo.config.vllm_keys import _BY_OURS, _OWN, SPECULATION, names
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine_arguments import engine_arguments, set_environment, shared_gpu_share
 
@@ -62,10 +62,9 @@ def test_left_to_itself_vllm_would_take_rays_executor(in_placement_group: None) 
 
 
 def test_every_argument_is_one_of_vllms_and_the_table_of_names_is_vllms() -> None:
-    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert names == NAMES
-    assert set(arguments()) | set(arguments(device="cpu", backend="shared_memory")) <= names
-    assert SPECULATION | _BY_OURS.keys() | _OWN.keys() <= names
+    assert names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert set(arguments()) | set(arguments(device="cpu", backend="shared_memory")) <= names()
+    assert SPECULATION | _BY_OURS.keys() | _OWN.keys() <= names()
     assert not _BY_OURS.keys() & _OWN.keys()
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import MagicMock
 
-from async_grpo.config.api_page import find
+from api_page import find
+
 from tests.support.metric_page import documented
 
 PLAIN = {bool: False, int: 3, float: 0.5, str: "text", Path: Path("runs/double"), type(None): None}

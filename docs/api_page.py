@@ -1,23 +1,18 @@
 """The reference page of the API, written from the sources: signatures and docstrings.
 
-Runs in: a terminal (`python -m async_grpo.config.api_page` writes docs/api.md, `--check` compares).
-Hides how a name is followed to where it is defined. Invariants: nothing but settings is imported
-for it, so that neither torch nor Ray is; what is on the page stands in the code, word by word.
+`pages.py` writes it. Hides how a name is followed to where it is defined. Invariants: nothing of
+the package is imported for it; what is on the page stands in the code, word by word.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from async_grpo.config.docs import keep
-
-PACKAGE = Path(__file__).resolve().parents[1]
-PAGE = PACKAGE.parent / "docs" / "api.md"
+PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 
 SECTIONS = {
     "A task of your own": (
@@ -61,7 +56,7 @@ there), beside those of `async_grpo` itself."""
 _INTRODUCTION = """\
 # API
 
-<!-- Written by `python -m async_grpo.config.api_page` from the code: change it there. -->
+<!-- Written by `make docs` from the code: change it there. -->
 
 Signatures, with the first paragraph of each docstring; the rest stands in the code. What takes long
 to import (torch, Ray, vLLM) is imported when a name needs it, not with the package.
@@ -320,12 +315,3 @@ def _members(node: ast.ClassDef, *, fields: bool) -> Iterator[tuple[str, str]]:
 
 def _line(code: str, text: str) -> str:
     return f"- `{code}`" + (f"<br>{text}" if text else "")
-
-
-def main(arguments: list[str]) -> int:
-    """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
-    return keep(PAGE, render, arguments, command="python -m async_grpo.config.api_page")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
