@@ -23,6 +23,7 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.tracking.tracker import Tracker
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
 
@@ -42,6 +43,8 @@ class Asks(Callback):
             self._act(trainer)
         if self._what == "breaks":
             raise KeyError("no such metric")
+        if self._what == "signals":
+            os.kill(os.getpid(), signal.SIGTERM)
         if self._what == "finishes":
             trainer.finish("it is enough")
 
@@ -117,6 +120,24 @@ def test_the_command_saves_and_evaluates_a_run_that_a_callback_finished(tmp_path
         ("evaluate", 4),
     ]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+
+
+def test_a_run_that_a_signal_ended_is_finished_and_says_that_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task without held-out problems: that is said once, and the run ends without evaluation."""
+    told: list[Any] = []
+    monkeypatch.setattr(Tracker, "tag", lambda _, name, value: told.append((name, value)))
+    monkeypatch.setattr(Tracker, "conclude", lambda _, status: told.append(status))
+    config = settings(tmp_path, callbacks={ASKED: {"what": "signals"}})
+    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "c.yaml").write_text(dump(config))
+    task = f"task={{name: jsonl, train: {tmp_path}/rows.jsonl}}"
+    with doubles([]):
+        assert command.main([str(tmp_path / "c.yaml"), task]) == 0
+    assert [*told[-2:]] == [("async_grpo.stopped", "on request, after step 2"), "FINISHED"]
+    assert capsys.readouterr().out.count("no evaluation") == 1
 
 
 @pytest.mark.parametrize("on_error", ["fail", "count"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
@@ -120,6 +120,21 @@ def test_quantized_weights_are_evaluated_as_far_as_the_engine_takes_them(
     write_family("llama", tmp_path)
     change(tmp_path, quantization_config={"quant_method": "fp8"})
     assert list(check_architecture(config(str(tmp_path)), str(tmp_path), learner=False)) == []
+
+
+def test_gradient_checkpointing_that_a_model_lacks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda _: UNASKED)
+    write_family("llama", tmp_path)
+    asked = config(str(tmp_path))
+    asked = asked.model_copy(
+        update={"learner": asked.learner.model_copy(update={"gradient_checkpointing": True})}
+    )
+    assert list(check_architecture(asked, str(tmp_path))) == []
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(SetupError, match="cannot do it with llama: set it to false"):
+        list(check_architecture(asked, str(tmp_path)))
 
 
 def test_a_model_whose_own_forward_pass_fails_is_refused() -> None:
