@@ -358,9 +358,7 @@ class ActorManager:
             health_s = self._config.watchdog.probe_timeout_s
             try:
                 await (
-                    asyncio.wait_for(engine.handle.health.remote(), health_s)
-                    if loaded
-                    else self._load(engine)
+                    asyncio.wait_for(engine.answer(), health_s) if loaded else self._load(engine)
                 )
                 return
             except (TimeoutError, ray.exceptions.RayError) as error:

@@ -1,4 +1,6 @@
-"""A run over two hosts and a wire that is cut: head, driver, learner and engine on A, one on B."""
+"""A run over hosts whose wire is cut, slow or lossy: head, driver, learner and an engine on A, an
+engine on every other.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +73,67 @@ def test_an_engine_host_that_cannot_be_reached_stops_nothing_for_long(tmp_path: 
             if seconds > LINE_S:
                 said = event.said("waits for", b.address)
                 assert said is not None and said <= LINE_S + 5, event.lines
+
+
+def test_three_hosts_with_a_slow_wire_and_a_lossy_one(tmp_path: Path) -> None:
+    """B is cut off while the run starts and during a checkpoint; then it is far away, and C's wire
+    loses packets. No engine is given up for that, and the run stays what it was.
+    """
+    with Hosts(tmp_path, ["a", "b", "c"]) as hosts:
+        a, b, c = hosts
+        for host in hosts:
+            host.boot()
+        a.start_ray(cpus=3)
+        for host in (b, c):
+            host.start_ray(a, cpus=1)
+        run = HostsRun(tmp_path, hosts, a, rollout_actors={"min": 1, "max": 3})
+        run.start()
+        run.wait(
+            lambda: any("EngineCore" in command for command in b.processes().values()),
+            support.BOOT_S + 240,
+            "an engine that starts on B",
+        )
+        start = run.begins("B cut off for 6 s in the start")
+        hosts.change("b", cut=True)
+        assert a.ping(b, count=3, wait_s=0.2).lost == 1
+        time.sleep(max(0.0, start.begin + 6 - time.time()))
+        hosts.change("b")
+        run.wait(lambda: run.steps() > 10, 300, "the first steps")
+        took = run.has_actors(3)
+        run.is_over(start, f"three serve after {took:.0f} s")
+
+        saving = run.begins("B cut off for 6 s during a checkpoint")
+        before = run.newest_checkpoint()
+        drafts = run.dir / "checkpoints"
+        run.wait(lambda: [*drafts.glob("*.tmp")], 120, "a checkpoint that is being written")
+        hosts.change("b", cut=True)
+        time.sleep(6)
+        hosts.change("b")
+        run.wait(lambda: run.newest_checkpoint() > before, 60, "the checkpoint")
+        run.has_actors(3)
+        run.goes_on()
+        run.is_over(saving, f"checkpoint {run.newest_checkpoint()} is whole")
+
+        for what, wires in {
+            "good wires": {},
+            "B 50 ms away, 20 MB/s": {"b": {"delay_s": 0.05, "bytes_per_s": 20e6}},
+            "C loses 2 % of its packets": {"c": {"loss": 0.02}},
+        }.items():
+            for host in "bc":
+                hosts.change(host, **wires.get(host, {}))
+            event, faults = run.begins(what), run.rows()[-1]["cluster/faults"]
+            run.goes_on(40)
+            steps = [row for row in run.rows() if row["time"] > event.begin]
+            per_step = (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
+            run.is_over(event, f"{per_step:.2f} s a step")
+            assert steps[-1]["cluster/faults"] == faults and run.actors() == 3, event.lines
+        for host in "bc":
+            hosts.change(host)
+        run.signal(signal.SIGTERM)
+        assert run.ends() == 0, run.text()
+        run.leaves_nothing()
+        counts = account.check(run, batch=R)
+        assert counts["trained"] == R * counts["steps"]
+        print(table(run.events), counts, flush=True)
+        for event in run.events[1:]:
+            assert event.gap <= 6 + GRACE_S, (event.what, event.gap)
