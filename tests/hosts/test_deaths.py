@@ -26,6 +26,8 @@ pytestmark = [
 GRACE_S = 10.0
 NOTICED_S = 120.0
 """Ray takes a minute to notice that a node is gone."""
+HEADLESS_S = 480.0
+"""And minutes to notice that the head is, where its host did not say goodbye."""
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def test_the_driver_dies_and_then_the_learners_host(two, tmp_path: Path) -> None
     lost = run.begins("the learner's host dies (head and driver too)")
     lose_power(hosts, a)
     run.ends()
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + HEADLESS_S
     while left := run.leftovers(files=False):
         assert time.monotonic() < deadline, f"B still has {left}"
         time.sleep(0.5)
@@ -187,7 +189,7 @@ def test_the_only_engine_is_on_the_other_host(two, tmp_path: Path) -> None:
     hosts, a, b = two
     run = HostsRun(tmp_path, hosts, a, restart_budget=0)
     run.start()
-    run.wait(lambda: run.steps() > 10, 300, "the first steps")
+    run.wait(lambda: run.newest_checkpoint() > 0, 300, "a checkpoint")
     run.has_actors(2)
     alone = run.begins("A's engine dies, budget 0")
     [pid] = [pid for pid, command in a.processes().items() if "EngineCore" in command]
