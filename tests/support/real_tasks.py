@@ -29,10 +29,12 @@ def write_rows(path: Path, *, start: int, count: int) -> Path:
 
 
 class Sums:
-    """A sum, and another try for who is wrong: messages go through the model's chat template."""
+    """A sum, and another try for who is wrong: messages go through the model's chat template.
+    Digits are worth something, so that there is something to learn where no answer is right.
+    """
 
-    weights: ClassVar = {"correct": 1.0}
-    fingerprint = "sums-1"
+    weights: ClassVar = {"correct": 1.0, "digits": 0.5}
+    fingerprint = "sums-2"
 
     def __init__(self, settings: Any, seed: int) -> None: ...
 
@@ -58,10 +60,12 @@ class Tries:
     def step(self, action: Action) -> Observation:
         self.tries += 1
         # the first word is never taken, so that every episode has a second turn
-        if self.tries > 1 and self.answer in action.text:
-            return Observation(rewards={"correct": 1.0}, done=True, verdict=1.0)
-        if self.tries == 3:
-            return Observation(rewards={"correct": 0.0}, done=True, verdict=0.0)
+        right = float(self.tries > 1 and self.answer in action.text)
+        if right or self.tries == 3:
+            digits = sum(letter.isdigit() for letter in action.text) / (len(action.text) or 1)
+            return Observation(
+                rewards={"correct": right, "digits": digits}, done=True, verdict=right
+            )
         return Observation("Are you sure? Answer again.")
 
     def close(self) -> None: ...
