@@ -194,9 +194,9 @@ def test_an_openai_client_plays_episodes(tmp_path: Path) -> None:
 
 
 SEVERAL_TURNS = (
-    "rollout.response_length=48",
-    "rollout.turn_length=16",
-    "rollout.context_length=160",
+    "rollout.response_length=96",
+    "rollout.turn_length=32",
+    "rollout.context_length=256",
     "rollout.max_turns=3",
     "environment.workers=1",
 )
