@@ -116,9 +116,9 @@ class RunLog:
         helps = "harder problems"
         if metrics.get("rollout/all_right_groups") != 1:
             helps = (
-                "a reward that such a response can get (task jsonl: task.options.match=contains, where "
-                "it is exact), "
-                f"a larger rollout.response_length ({metrics.get('rollout/truncated', 0):.0%} "
+                "a reward that such a response can get (task jsonl: task.options.match=contains, "
+                "where it is exact), a larger "
+                f"rollout.response_length ({metrics.get('rollout/truncated', 0):.0%} "
                 "were cut off), easier problems"
             )
         self.note(
