@@ -358,3 +358,7 @@ def test_a_run_that_has_ended_is_not_expected_to_end(facts: dict[str, object]) -
     under_way = facts | {"phase": "training", "eta_s": 7.0}
     assert "ETA 0:07" in _headline(under_way, facts["written"], bar=0)
     assert "ETA" not in _headline(under_way | {"exit_code": 0}, facts["written"], bar=0)
+    stopping = under_way | {"phase": "stopping: this step"}
+    for code, said in ((None, True), (3, True), (0, False)):
+        ended = stopping | ({} if code is None else {"exit_code": code})
+        assert ("stopping" in _headline(ended, facts["written"], bar=0)) is said

@@ -121,7 +121,7 @@ def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
     if step and phase == "training":
         if (eta := facts.get("eta_s")) is not None and "exit_code" not in facts:
             parts.append(f"ETA {duration(eta)}" if step < total else "done")
-    else:
+    elif facts.get("exit_code") != 0:
         parts.append(f"{visible(phase)} {duration(now - facts['phase_since'])}")
     parts.append(f"elapsed {duration(now - facts['started'])}")
     return "  ".join(parts)
