@@ -249,7 +249,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     close = difflib.get_close_matches(
         leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84
     )
-    if not close:
+    if not close or leaf in PEERS:
         for inner in (path, *_leaves(path, value)):
             ours = PEERS.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
             if ours:

@@ -282,6 +282,7 @@ def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
             "`data.train_batch_size` is `rollout.rollout_batch_size` here.",
         ),
         ("algorithm.epsilon_high=0.3", "`epsilon_high` is `algorithm.clip_ratio_high` here."),
+        ("algorithm.loss_type=dr_grpo", "`loss_type` is `algorithm.loss_agg_mode` here."),
         ("async_generation_ratio=1", "`async_generation_ratio` is `replay.max_staleness` here."),
         ("learner.learning_rates=1", "Did you mean `learner.lr`?"),
         ("learner.precision=bf16", "`precision` is `model.dtype` here"),
