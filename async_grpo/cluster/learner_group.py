@@ -91,7 +91,7 @@ class LearnerGroup:
         ]
         deadline = self._config.watchdog.start_timeout_s
         master = await self._within(
-            self._handles[0].address.remote(), deadline, "starting the learner"
+            self._handles[0].address.remote(), deadline, "the start of the learner"
         )
         states = await self._all(
             "setup", timeout_s=deadline, master=master, checkpoint=checkpoint, **self._setup

@@ -155,6 +155,17 @@ ANSWERS = (
     Answer("NeMo-RL", "truncated_importance_sampling*", f"{_SETS}: truncate, or mask for IcePop"),
     Answer("all", "critic.* critic", "there is no critic here: advantages come from groups"),
     Answer(
+        "verl, OpenRLHF",
+        "reward_model.* reward_model reward_pretrain remote_rm_url",
+        "a task scores the responses here, in its own code: `task.name: my_module:MyTask` may ask "
+        "a model or a service (docs/tasks.md)",
+    ),
+    Answer(
+        "TRL, verl",
+        "report_to logger trainer.logger use_wandb wandb wandb.*",
+        "runs are tracked by MLflow, at `tracking.uri` (null: a database in `run.dir`)",
+    ),
+    Answer(
         "AReaL, PipelineRL",
         "steps_per_iteration",
         "it is `learner.ppo_epochs` times the minibatches of `learner.ppo_mini_batch_size` here",

@@ -185,7 +185,9 @@ class Perturbation:
         apart = self.apart[actor_id]
         if tolerance.exact:
             return tolerance.objection(apart)
-        if apart.mean <= self.allowed and apart.correlation >= MOVEMENT_CORRELATION:
+        # movements that are all alike do not correlate either way
+        tells = not apart.spread <= CONTRAST * self.allowed
+        if apart.mean <= self.allowed and not (tells and apart.correlation < MOVEMENT_CORRELATION):
             return ""
         return (
             f"its log-probs move otherwise, by {apart.mean:.2g} on average (if the run passes with "

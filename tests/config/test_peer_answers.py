@@ -57,6 +57,8 @@ TOLD = [
     ("SkyRL", "algorithm.outlier_token_is_threshold_high", "100", "reduce: max, upper: ...}"),
     ("SkyRL", "algorithm.geo_mask_high", "1.01", "geometric mean"),
     ("ROLL", "algorithm.train_infer_correction", "{a: 1}", "rules of `algorithm.rejection`"),
+    ("verl", "reward_model.path", "x", "a task scores the responses here"),
+    ("TRL", "report_to", "wandb", "runs are tracked by MLflow"),
     ("SkyRL", "algorithm.token_tis_ratio_clip_high", "2", "algorithm.importance.upper"),
     ("SkyRL", "algorithm.tis_ratio_type", "token", "algorithm.importance.level"),
     ("NeMo-RL", "loss.truncated_importance_sampling_ratio", "2", "algorithm.importance.level"),
