@@ -110,6 +110,31 @@ async def test_what_is_no_rounding_is_found_before_the_perturbation(
         assert says in text and "of the true weights" in text
 
 
+class Ends(Sides):
+    """A model whose responses are its end, one token each: their log-probs are alike, and move
+    alike (SmolLM2-135M with questions that no chat template wraps).
+    """
+
+    def __init__(self, noise: float, fault: Fault | None, seed: int) -> None:
+        super().__init__(noise, fault, seed)
+        self._truth = np.full(16, -0.2)
+        self._movement = -1 - self._rng.normal(0, 0.05, 16)
+
+    async def score(self, sequences: Any) -> list[tuple[list[str], np.ndarray]]:
+        moved = self._at(self._scale) - self._truth
+        if self._fault is not None and self._scale:
+            moved = self._fault(moved, self._rng)
+        return [([], self._truth + moved + self._rng.normal(0, 1.25 * self._noise, 16))]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.07])
+async def test_movements_that_are_all_alike_need_not_correlate(noise: float) -> None:
+    assert [text for seed in range(DRAWS) if (text := await alarm(Ends(noise, None, seed)))] == []
+    for name in ("nothing arrives", "half of the tensors arrive"):
+        assert all([await alarm(Ends(noise, FAULTS[name], seed)) for seed in range(DRAWS)])
+
+
 TRAINED = {
     0.0125: (0.14, 0.6),
     0.025: (0.29, 0.65),
