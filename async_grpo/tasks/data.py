@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +51,9 @@ def _refuse_format(path: Path) -> None:
         kind, loads = "datasets' save_to_disk", f"datasets.load_from_disk({str(path)!r})"
     elif path.is_file() and kind in ("parquet", "csv"):
         loads = f"datasets.Dataset.from_{kind}({str(path)!r})"
-    elif path.is_file() and kind == "gz":
-        kind, loads = "gzip", f"datasets.Dataset.from_json({str(path)!r})"
+    elif path.is_file() and (kind == "gz" or _is_array(path)):
+        kind = "gzip" if kind == "gz" else "JSON array"
+        loads = f"datasets.Dataset.from_json({str(path)!r})"
     else:
         return
     target = path.name.partition(".")[0] + ".jsonl"
@@ -59,6 +61,11 @@ def _refuse_format(path: Path) -> None:
         f"{path} is in the format {kind}, and rows are read from JSONL: convert it with "
         f'python -c "import datasets; {loads}.to_json({target!r})"'
     )
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return re.match(rb"\s*\[\s*\{", file.read(256)) is not None
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:

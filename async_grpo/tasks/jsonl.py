@@ -84,9 +84,9 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
-    if "messages" not in row:
+    messages = row.get("messages", row.get("prompt"))  # a list in `prompt` is TRL's form
+    if "messages" not in row and not isinstance(messages, list):
         return text_of(row, "prompt")
-    messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadRow("'messages' must be a non-empty list")
     for message in messages:

@@ -366,11 +366,13 @@ def test_other_formats_are_named_with_the_line_that_converts_them(tmp_path, monk
     data.save_to_disk("saved")
     text = "".join(json.dumps(row) + "\n" for row in rows)
     Path("packed.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    Path("array.json").write_text(json.dumps(rows, indent=1))
     formats = {
         "rows.parquet": "parquet",
         "rows.csv": "csv",
         "saved": "datasets' save_to_disk",
         "packed.jsonl.gz": "gzip",
+        "array.json": "JSON array",
     }
     for source, name in formats.items():
         with pytest.raises(TaskError, match=f"{source} is in the format {name}, ") as refused:
@@ -395,6 +397,12 @@ def test_rows_in_the_form_of_verl_are_named_with_what_converts_them(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(made))
     problem = load_task(settings, 0).train(0)
     assert (problem.prompt, problem.reference["answer"]) == (row["prompt"], "2")
+
+
+def test_messages_may_stand_in_prompt(tmp_path):
+    messages = [{"role": "user", "content": "What is 1 + 1?"}]
+    source = jsonl(tmp_path / "rows.jsonl", [{"prompt": messages, "answer": "2"}])
+    assert load_task(schema.TaskConfig(name="jsonl", train=source), 0).train(0).prompt == messages
 
 
 def test_files_as_editors_leave_them(tmp_path):
