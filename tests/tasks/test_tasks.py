@@ -325,10 +325,8 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
         and "\n" not in message
     )
     whole = tmp_path / "whole.json"
-    whole.write_text(json.dumps([{"prompt": "p", "answer": "a"}], indent=1))
-    with pytest.raises(
-        TaskError, match=r"one of which stands on every line of such a file|not JSON on one line"
-    ):
+    whole.write_text('["p", "a"]')
+    with pytest.raises(TaskError, match="one of which stands on every line of such a file"):
         load_task(schema.TaskConfig(name="jsonl", train=str(whole)), 0)
 
 
