@@ -382,8 +382,8 @@ class Lifecycle:
         self._log.gauges = None
         if tracker is None:
             return
-        if self.stop_requested:
-            tracker.tag("async_grpo.stopped", f"on request, after step {self._log.newest_step}")
+        asked = f"on request, after step {self._log.newest_step}" if self.stop_requested else "no"
+        tracker.tag("async_grpo.stopped", asked)  # a resumed run may have one from before
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience
         self.console.stopped(status) if ending is None else self.console.end(*ending)
         if report:

@@ -138,6 +138,9 @@ def test_a_run_that_a_signal_ended_is_finished_and_says_that_it_was_stopped(
         assert command.main([str(tmp_path / "c.yaml"), task]) == 0
     assert [*told[-2:]] == [("async_grpo.stopped", "on request, after step 2"), "FINISHED"]
     assert capsys.readouterr().out.count("no evaluation") == 1
+    with doubles([]):
+        assert command.main([str(tmp_path / "c.yaml"), task, "run.callbacks={}"]) == 0
+    assert [*told[-2:]] == [("async_grpo.stopped", "no"), "FINISHED"], "it went on to its end"
 
 
 @pytest.mark.parametrize("on_error", ["fail", "count"])

@@ -140,6 +140,13 @@ def check_fit(
     sample = _held_out_sample(config, task) if of_evaluation else _sample(config, task)
     chat = _chat(config, tokenizer, task)
     yield from _check_prompts(config, model, sample, tokenizer, rows, chat)
+    if getattr(tokenizer, "chat_template", None) and all(
+        isinstance(problem.prompt, str) for problem in sample.values()
+    ):
+        yield (
+            f"note: {model} has a chat template, and the prompts of task {config.task.name} are "
+            "plain texts, which go to it as they are: lists of messages are rendered by it"
+        )
     yield from _check_answers(config, list(sample.values()), tokenizer)
     if _restricts(config):
         _check_trained(config, model)

@@ -165,7 +165,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters, as vLLM's; `seed` None draws from the engine's own generator.
-    repetition: (longest pattern, times) after which a response ends.
+    repetition: (longest pattern, times) after which a response ends. ignore_eos: no token ends it.
     """
 
     n: int
@@ -175,6 +175,7 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     repetition: tuple[int, int] | None = None
+    ignore_eos: bool = False
 
 
 class Engine:
@@ -324,7 +325,7 @@ class Engine:
             options["repetition_detection"] = RepetitionDetectionParams(longest, 1, times)
         params = SamplingParams(
             **options,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=[] if sampling.ignore_eos else self.stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -222,7 +222,7 @@ async def probe_sequences(
     engine: Engine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
     """Return a few short responses as (prompt, response, log-probs [L] at the training
-    temperature).
+    temperature). They go on behind an end, so that a model that ends at once shows something, too.
     """
     # to score a row, the engine generates one more token, for which the longest one has no room
     room = rollout.longest_row - 1
@@ -245,7 +245,11 @@ async def probe_sequences(
         )
     samplings = [
         Sampling(
-            n=1, max_tokens=min(limit, room - len(prompt)), temperature=rollout.temperature, seed=1
+            n=1,
+            max_tokens=min(limit, room - len(prompt)),
+            temperature=rollout.temperature,
+            seed=1,
+            ignore_eos=True,
         )
         for prompt in prompts
     ]

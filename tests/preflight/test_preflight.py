@@ -283,6 +283,8 @@ def test_messages_need_a_template_that_takes_them(model: Path, tmp_path: Path) -
         "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
     assert fit(model, name="jsonl", train=train) == []
+    [note] = fit(model, name="jsonl", train=rows(tmp_path / "plain.jsonl", ["q"]))
+    assert "has a chat template, and the prompts of task jsonl are plain texts" in note
     (model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
     assert "System role not supported; is its chat template made for these messages" in refused(
         model, name="jsonl", train=train

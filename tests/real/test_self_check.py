@@ -33,20 +33,24 @@ TEXTS = [
     "What is the capital of France?",
     "How many letters has the word 'house'?",
 ]
+KINDS = ("chat", "plain")
+"""Asked without its chat template, the model ends at once."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def serving(request: pytest.FixtureRequest) -> Iterator[Serving]:
     serving = Serving(real_model(), request.param)
+    for kind in KINDS:  # of the true weights, before a test changes them
+        prompts = text_prompts(real_model(), TEXTS, chat=kind == "chat")
+        serving.sampled[kind] = serving.sequences(prompts)
     yield serving
     serving.close()
 
 
-@pytest.fixture(scope="module")
-def sequences(serving: Serving) -> list[TokenSequence]:
-    prompts = text_prompts(real_model(), TEXTS, chat=True)
-    return serving.sequences(prompts, {serving.model.config.eos_token_id})
+@pytest.fixture(params=KINDS)
+def sequences(request: pytest.FixtureRequest, serving: Serving) -> list[TokenSequence]:
+    return serving.takes(request.param)
 
 
 def test_ten_starts_and_what_does_not_arrive(

@@ -77,7 +77,7 @@ def sequences(kind: str, serving: Serving) -> list[TokenSequence]:
     if kind == "learned":
         texts = [prompt for prompt, _ in sums(10**6, PROMPTS)]
         prompts = text_prompts(serving.directory, texts, chat=False)
-    return serving.sequences(prompts, {1} if kind == "learned" else set())
+    return serving.sequences(prompts)
 
 
 @pytest.mark.parametrize("more", [False, True])

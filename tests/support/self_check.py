@@ -57,6 +57,7 @@ class Serving:
         """The learner's log-probs of the sequences, once they have been asked for."""
         self.known: dict[tuple[int, float], list[np.ndarray]] = {}
         """Those under perturbed weights, by seed and scale."""
+        self.sampled: dict[str, list[TokenSequence]] = {}
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.engine = self.now(
             Engine.start(
@@ -75,6 +76,12 @@ class Serving:
         self.engine.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
+    def takes(self, kind: str) -> list[TokenSequence]:
+        """Sequences of this kind; the learner's log-probs of others are forgotten."""
+        self.before = []
+        self.known.clear()
+        return self.sampled[kind]
+
     def now(self, work: Coroutine[Any, Any, Any], seconds: float = ANSWER_S) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
 
@@ -92,15 +99,13 @@ class Serving:
             for labels, row in scored
         ]
 
-    def sequences(self, prompts: Sequence[list[int]], ends: set[int]) -> list[TokenSequence]:
-        """Sampled responses to prompts, up to an end."""
+    def sequences(self, prompts: Sequence[list[int]]) -> list[TokenSequence]:
+        """Sampled responses to prompts, as a run's check has them."""
         found = []
         for prompt in prompts:
-            sampling = Sampling(n=1, max_tokens=TOKENS, temperature=1.0, seed=1)
+            sampling = Sampling(n=1, max_tokens=TOKENS, temperature=1.0, seed=1, ignore_eos=True)
             [one] = self.now(self.engine.generate(prompt, sampling))
-            tokens = one.token_ids.tolist()
-            last = next((k for k, token in enumerate(tokens) if token in ends), len(tokens))
-            found.append((prompt, tokens[: last + 1]))
+            found.append((prompt, one.token_ids.tolist()))
         return found
 
 
