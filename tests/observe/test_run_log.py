@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.run_log import RunLog
+from async_grpo.run import described
 
 STEP = {"train/loss": 1.0, "time/step": 1.0}
 
@@ -99,3 +100,8 @@ def test_a_run_that_can_learn_nothing_says_so_once_with_a_response(tmp_path: Pat
     for part in ("score 0.00", "match=contains", "75% were cut", "'The answer is 42.!!", "...'"):
         assert part in said["flat"][0]
     assert "harder problems" in said["right"][0] and "contains" not in said["right"][0]
+
+
+def test_the_page_in_mlflow_has_the_closing_table_without_what_is_not_counted_yet() -> None:
+    rows = [("verdict", "balanced"), ("goodput (this start)", "12 tokens generated: 50% trained")]
+    assert described(rows) == "- **verdict**: balanced"
