@@ -63,7 +63,8 @@ SPECULATION = frozenset({"spec_method", "spec_model", "spec_tokens", "speculativ
 @cache
 def names() -> frozenset[str]:
     """Read the fields of `AsyncEngineArgs` from vLLM's source; none where it is not installed."""
-    if (vllm := find_spec("vllm")) is None:
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
         return frozenset()
     source = (Path(vllm.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     fields = [
