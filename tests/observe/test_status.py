@@ -21,6 +21,7 @@ import rich.console
 from async_grpo import status
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.panel import _headline, panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
@@ -290,6 +291,16 @@ def test_the_panel_says_that_a_stopped_run_saves() -> None:
     assert "stopping" in headline(progress, width=120)
     progress.enter("evaluating")
     assert "evaluating" in headline(progress, width=120)
+
+
+def test_whoever_waits_for_the_first_groups_is_not_starting_any_more() -> None:
+    console = Console(io.StringIO())
+    with console.phase("connecting weights"):
+        console.weights_arrive({})
+        assert "connecting weights" in headline(console.progress, width=120)
+    assert headline(console.progress, width=120).startswith("waiting for the first groups 0:0")
+    console.progress.logged(1, 10, {"time/step": 1.0})
+    assert "waiting" not in headline(console.progress, width=120)
 
 
 def test_a_run_that_waits_says_for_whom_and_promises_nothing() -> None:

@@ -215,6 +215,7 @@ class Console:
 
     def weights_arrive(self, measured: dict[str, float]) -> None:
         """Print what the weight transport's self-check measured, if it ran."""
+        self.progress.serves()
         if measured:
             self.info(
                 "weights arrive: after a test publication the engines' log-probs differ "

@@ -130,6 +130,11 @@ class Progress:
             self._phase_before = (self._phase_before[0], self._clock())
             return began
 
+    def serves(self) -> None:
+        """Note that the start is over but for the first groups."""
+        with self._lock:
+            self._phase_before = ("waiting for the first groups", self._clock())
+
     def note(self, text: str) -> None:
         """Keep a line that the user was shown."""
         with self._lock:
