@@ -1,4 +1,4 @@
-"""The first verifier error of every kind, told while the run goes on.
+"""Verifier errors, told while the run goes on: of every kind the first, the 10th, the 100th.
 
 Runs in: the driver, on the event loop of the system. Hides how often the queue, to which rollout
 actors report, is asked.
@@ -13,6 +13,8 @@ from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import FailureHandler, RunListener
 
 WATCH_S = 2.0
+AGAIN = 10
+"""Times as many errors of a kind are said again."""
 CONSEQUENCES = {
     "drop_group": "the group is issued again",
     "zero": "the response counts as wrong",
@@ -32,6 +34,7 @@ class VerifierErrors:
         self._failures = failures
         self._watching: asyncio.Task[None] | None = None
         self.told: dict[str, str] = {}
+        self._next: dict[str, int] = {}
 
     def begin(self) -> None:
         """Look every `WATCH_S` from now on."""
@@ -43,14 +46,21 @@ class VerifierErrors:
             self._watching.cancel()
 
     async def tell(self) -> None:
-        """Say the first error of every kind that is new."""
-        for kind, text in (await self._queue.verifier_errors()).items():
+        """Say the first error of every kind that is new, and how many there are now and then."""
+        errors = await self._queue.verifier_errors()
+        counts = self._queue.reports.metrics()
+        for kind, text in errors.items():
+            metric = f"rollout/verifier_errors_{kind}"
             if kind not in self.told:
-                self.told[kind] = text
+                self.told[kind], self._next[kind] = text, AGAIN
                 self._listener.note(
                     f"a verifier failed, {self._consequence} (task.verifier.on_error): {text}; the "
-                    f"next ones of this kind are only counted (rollout/verifier_errors_{kind})"
+                    f"next ones of this kind are only counted ({metric})"
                 )
+            elif (count := int(counts[metric])) >= self._next[kind]:
+                while count >= self._next[kind]:
+                    self._next[kind] *= AGAIN
+                self._listener.note(f"verifiers have failed {count} times by {kind} ({metric})")
 
     async def _watch(self) -> None:
         try:

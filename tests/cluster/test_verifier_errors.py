@@ -1,0 +1,38 @@
+"""What is said of verifiers that fail, again and again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from async_grpo.cluster.verifier_errors import VerifierErrors
+from async_grpo.config.schema import Config
+
+
+@pytest.mark.asyncio
+async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> None:
+    counts, said = {"timeout": 0, "exception": 0}, []
+
+    async def kinds() -> dict[str, str]:
+        return {kind: f"{kind}: no answer" for kind, count in counts.items() if count}
+
+    def metrics() -> dict[str, float]:
+        return {f"rollout/verifier_errors_{kind}": float(n) for kind, n in counts.items()}
+
+    queue = SimpleNamespace(verifier_errors=kinds, reports=SimpleNamespace(metrics=metrics))
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
+    errors = VerifierErrors(config, queue, SimpleNamespace(note=said.append), None)
+    for number in range(1, 1101):
+        counts["timeout"] = number
+        await errors.tell()
+    assert [line.split(" (")[0] for line in said[1:]] == [
+        "verifiers have failed 10 times by timeout",
+        "verifiers have failed 100 times by timeout",
+        "verifiers have failed 1000 times by timeout",
+    ]
+    assert said[0].startswith("a verifier failed, the group is issued again")
+    counts["exception"] = 5000
+    for _ in range(2):
+        await errors.tell()
+    assert len(said) == 6 and "failed 5000 times by exception" in said[-1]
