@@ -602,6 +602,7 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
     trainer = Trainer(config, console=Console(io.StringIO()))
     trainer._connection = SimpleNamespace(close=lambda: None)
     trainer._log.tracker = SimpleNamespace(
+        tag=lambda *_: None,
         conclude=lambda status: done.append(("conclude", status)),
         finish=lambda status: done.append(("finish", status)),
     )
