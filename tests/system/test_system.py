@@ -50,7 +50,7 @@ def settings(directory: Path, model: str, **changes) -> Config:
             "rollout_batch_size": 4,
             "group_size": 4,
             "prompt_length": 1400,
-            "response_length": 48,
+            "response_length": 144,  # long enough to be caught at it
         },
         "algorithm": {
             "clip_schedule": {"kind": "harmonic"},
