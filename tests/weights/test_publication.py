@@ -881,7 +881,7 @@ def check_overlap(
     for kind, port in zip((Staging, Reading, Sending), ports[1:], strict=True):
         if place.get("rank", 0) == 0:
             control.clear()
-            control.inject({"kind": "slow", "rank": 0, "seconds": 0.05})
+            control.inject({"kind": "slow", "rank": 0, "seconds": 0.2})
         one = outcome_of(kind, directory, scratch, port=port, **place)
         assert (
             one.history == alone.history
