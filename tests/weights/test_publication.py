@@ -891,10 +891,11 @@ def check_overlap(
         if place.get("rank", 0) == 0:
             assert one.received and all(bitwise(copy, one.staged) for copy in one.received)
             if kind is Sending:
-                sent = [event.t for event in control.events("end", rank=0)]
-                assert any(one.trained[0] < moment < one.trained[1] for moment in sent), (
-                    "nothing was sent while the steps ran"
-                )
+                begun, sent = (control.events(kind, rank=0) for kind in ("begin", "end"))
+                assert any(
+                    begin.t < one.trained[1] and end.t > one.trained[0]
+                    for begin, end in zip(begun, sent, strict=True)
+                ), "nothing was sent while the steps ran"
 
 
 @pytest.fixture
