@@ -187,7 +187,8 @@ class Perturbation:
             return tolerance.objection(apart)
         # movements that are all alike do not correlate either way
         tells = not apart.spread <= CONTRAST * self.allowed
-        if apart.mean <= self.allowed and not (tells and apart.correlation < MOVEMENT_CORRELATION):
+        alike = apart.correlation >= MOVEMENT_CORRELATION or not tells
+        if apart.mean <= self.allowed and alike:
             return ""
         return (
             f"its log-probs move otherwise, by {apart.mean:.2g} on average (if the run passes with "

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from async_grpo.checkpoint import directory as checkpoint
-from tests.chaos import watched
+from tests.chaos import account, watched
 from tests.chaos.harness import Side
 from tests.support.hosts import RAY_PORT, Host, Hosts
 from tests.support.models import write_model
@@ -216,6 +216,15 @@ class HostsRun:
         """The step of the newest complete checkpoint; 0 without one."""
         found = checkpoint.latest(self.dir)
         return 0 if found is None else checkpoint.verify(found)["step"]
+
+    def comes_to_its_end(self) -> None:
+        """SIGTERM saves and ends it; it leaves nothing, and nothing was lost or trained twice."""
+        self.signal(signal.SIGTERM)
+        assert self.ends() == 0, self.text()
+        self.leaves_nothing()
+        counts = account.check(self, batch=R)
+        assert counts["trained"] == R * counts["steps"]
+        print(table(self.events), counts, flush=True)
 
     # ---- what it leaves ----
 

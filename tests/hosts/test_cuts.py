@@ -4,14 +4,12 @@ engine on every other.
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.chaos import account
-from tests.hosts.run import PROBE_S, HostsRun, R, table
+from tests.hosts.run import PROBE_S, HostsRun
 from tests.support import hosts as support
 from tests.support.hosts import Host, Hosts
 
@@ -62,12 +60,7 @@ def test_an_engine_host_that_cannot_be_reached_stops_nothing_for_long(tmp_path: 
             run.goes_on()
             ended = "ended" if lost else "stayed"
             run.is_over(cut, f"B's raylet {ended}; two serve after {took:.0f} s")
-        run.signal(signal.SIGTERM)
-        assert run.ends() == 0, run.text()
-        run.leaves_nothing()
-        counts = account.check(run, batch=R)
-        assert counts["trained"] == R * counts["steps"]
-        print(table(run.events), counts, flush=True)
+        run.comes_to_its_end()
         for event, seconds in zip(run.events[1:], CUTS_S, strict=True):
             assert event.gap <= min(seconds, PROBE_S) + GRACE_S, (event.what, event.gap)
             if seconds > LINE_S:
@@ -129,11 +122,6 @@ def test_three_hosts_with_a_slow_wire_and_a_lossy_one(tmp_path: Path) -> None:
             assert steps[-1]["cluster/faults"] == faults and run.actors() == 3, event.lines
         for host in "bc":
             hosts.change(host)
-        run.signal(signal.SIGTERM)
-        assert run.ends() == 0, run.text()
-        run.leaves_nothing()
-        counts = account.check(run, batch=R)
-        assert counts["trained"] == R * counts["steps"]
-        print(table(run.events), counts, flush=True)
+        run.comes_to_its_end()
         for event in run.events[1:]:
             assert event.gap <= 6 + GRACE_S, (event.what, event.gap)

@@ -62,16 +62,6 @@ def continues(run: HostsRun) -> None:
     assert any("resumed" in line for _, line in run.lines), run.text()
 
 
-def comes_to_its_end(run: HostsRun) -> None:
-    """SIGTERM saves and ends it; it leaves nothing, and nothing was lost or trained twice."""
-    run.signal(signal.SIGTERM)
-    assert run.ends() == 0, run.text()
-    run.leaves_nothing()
-    counts = account.check(run, batch=R)
-    assert counts["trained"] == R * counts["steps"]
-    print(table(run.events), counts, flush=True)
-
-
 def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None:
     hosts, a, b = two
     run = HostsRun(tmp_path, hosts, a)
@@ -113,7 +103,7 @@ def test_a_host_dies_and_comes_back_again_and_again(two, tmp_path: Path) -> None
     run.goes_on()
     run.is_over(saving, f"checkpoint {run.newest_checkpoint()} is whole")
 
-    comes_to_its_end(run)
+    run.comes_to_its_end()
     for event in run.events[:4]:
         assert event.gap <= PROBE_S + GRACE_S, (event.what, event.gap)
 
@@ -147,7 +137,7 @@ def test_a_host_dies_in_the_start(two, tmp_path: Path) -> None:
     took = run.has_actors(2)
     run.goes_on()
     run.is_over(back, f"two serve after {took:.0f} s")
-    comes_to_its_end(run)
+    run.comes_to_its_end()
 
 
 def test_the_driver_dies_and_then_the_learners_host(two, tmp_path: Path) -> None:
@@ -179,7 +169,7 @@ def test_the_driver_dies_and_then_the_learners_host(two, tmp_path: Path) -> None
     power_on(hosts, b, a)
     continues(run)
     run.is_over(lost, f"B free of it after {gone:.0f} s; the same command continued")
-    comes_to_its_end(run)
+    run.comes_to_its_end()
 
 
 def test_the_only_engine_is_on_the_other_host(two, tmp_path: Path) -> None:
