@@ -290,6 +290,7 @@ def test_runs_of_one_directory_do_not_mix(finished: tuple[Tracker, Path], tmp_pa
             _until(lambda tracker=tracker: tracker.unsent == 0, "all rows are sent")
             assert _status(uri, ids[0]) == "RUNNING"
         tracker.finish("FAILED" if number < 2 else "FINISHED")
+        assert number < 2 or tracker.unsent == 0, "earlier rows that were sent had been waiting"
     assert (ids[2], ids[4], len(set(ids))) == (ids[0], ids[3], 3)
     for run_id, steps, status in (
         (ids[0], [0, 2], "FINISHED"),

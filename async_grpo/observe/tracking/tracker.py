@@ -384,8 +384,9 @@ class _Sender:
             return
         if not self._outbox.is_open:
             self._outbox.open()
+            first = self._entry.begin  # which is another one where a run goes on
             self._outbox.begin(self._entry, run_id=self.run_id, resumed=self._resumed)
-            self._backlog = self._outbox.rows_waiting(before=self._entry.begin)
+            self._backlog = self._outbox.rows_waiting(before=first)
         while self._artifacts:
             path, name, register = self._artifacts.pop(0)
             self._outbox.add_artifact(path, name=name, register=register)
