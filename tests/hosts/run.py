@@ -232,11 +232,11 @@ class HostsRun:
         """By host: processes, and files in /tmp and /dev/shm, that are neither Ray's nor ours.
         files: those too that a killed run leaves to the next one.
         """
-        known = {"home", "ray", self.dir.parts[2]}  # the last where it is below /tmp
         found = {}
         for host in self.hosts:
             if host.init is None:
                 continue
+            known = {"home", "ray", *(path.parts[2] for path in host.covered)}
             left = [
                 f"{pid} {command}"
                 for pid, command in host.processes().items()

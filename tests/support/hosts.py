@@ -117,15 +117,18 @@ class Host:
     init: int | None = None
     """Its process 1, as this machine numbers it."""
 
+    @property
+    def covered(self) -> set[Path]:
+        """What of this machine lies below /tmp, and is seen there."""
+        seen = {ROOT, Path(sys.prefix), Path(sys.base_prefix), self.shared}
+        return {path for path in seen if path.is_relative_to("/tmp")}
+
     def boot(self, *, shares: bool = True) -> None:
         """Start it anew: with empty /tmp and /dev/shm, and no process but the first. shares:
         whether the shared directory is the others'; else it has one of its own, which is empty.
         """
         assert self.init is None, f"host {self.name} is up"
-        seen = {ROOT, Path(sys.prefix), Path(sys.base_prefix)} | (
-            {self.shared} if shares else set()
-        )
-        covered = [str(path) for path in seen if path.is_relative_to("/tmp")]
+        covered = [str(path) for path in self.covered if shares or path != self.shared]
         script = [str(HERE / "host.sh"), self.name, "yes" if self.reaps else "no"]
         script += [str(self.files / "hosts"), "" if shares else str(self.shared)]
         self._outer = subprocess.Popen(
