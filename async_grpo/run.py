@@ -125,6 +125,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> int:
+    from async_grpo.trainer import Trainer
+
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.after is not None and arguments.replay is None:
@@ -134,7 +136,7 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
             )
         if arguments.assume is not None and not arguments.dry_run:
             raise ConfigError("--assume goes with --dry-run: a run uses the machines that are here")
-        trainer = config.build(console=console)
+        trainer = Trainer(config, console=console)
         if not arguments.dry_run:
             trainer.check()
     except ConfigError as error:

@@ -1,6 +1,6 @@
 """A run, from its configuration to its end: everything built, connected, and taken down again.
 
-Runs in: the driver. `Config.build()` returns a Trainer; its calls block, so that a script or a
+Runs in: the driver. `Trainer(config)` starts nothing; its calls block, so that a script or a
 notebook can drive it step by step, while an event loop in a thread of its own keeps rollout actors,
 publications and health probes going between the calls.
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.config.load import load_config
+from async_grpo.trainer import Trainer
 from benchmarks.machine import machine
 from benchmarks.tables import aim, spread, write_docs
 from benchmarks.tails import MODELS, TailModel
@@ -118,7 +119,7 @@ def measure(plan: Plan, part: str) -> Row:
 
 def _model_dir(plan: Plan) -> str:
     """The model on disk; a warm start is built or found in its cache."""
-    return load_config(plan.config, plan.settings).build()._model_dir()
+    return Trainer(load_config(plan.config, plan.settings))._model_dir()
 
 
 def tokens_per_s(row: Row) -> float:

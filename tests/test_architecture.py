@@ -30,14 +30,6 @@ RINGS = (
 """Imports go to an earlier ring, or stay inside a package."""
 LAYER = {name: ring for ring, names in enumerate(RINGS) for name in names.split()}
 
-UPWARD = {
-    (
-        "config.schema",
-        "trainer",
-    ): "`Config.build()` is how a user gets a Trainer; imported when it is called"
-}
-"""The only imports that go up, with their reason."""
-
 LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
@@ -166,8 +158,7 @@ def check_imports(name: str, tree: ast.AST) -> list[str]:
             faults.append(f"{name} has a relative import {target}")
         elif first == "async_grpo":
             other = part_of(rest)
-            allowed = other == top or (name, other) in UPWARD
-            if not allowed and not LAYER.get(other, 99) < LAYER[top]:
+            if other != top and not LAYER.get(other, 99) < LAYER[top]:
                 faults.append(
                     f"{name} (layer {LAYER[top]}) imports {other} (layer {LAYER.get(other)})"
                 )
@@ -285,13 +276,6 @@ def trees() -> dict[str, ast.Module]:
 def test_imports_go_down_and_libraries_stay_at_home(trees: dict[str, ast.Module]) -> None:
     assert len(trees) > 40, "the package is not where this test looks"
     assert [fault for name, tree in trees.items() for fault in check_imports(name, tree)] == []
-
-
-def test_the_permitted_upward_imports_exist(trees: dict[str, ast.Module]) -> None:
-    for name, other in UPWARD:
-        assert any(target.startswith(f"async_grpo.{other}") for target in imports(trees[name])), (
-            f"{name} -> {other} is no longer needed"
-        )
 
 
 def test_functions_are_short_and_errors_are_not_swallowed(trees: dict[str, ast.Module]) -> None:

@@ -197,7 +197,9 @@ def test_commands_in_sentences_have_real_options(page: Path, home: Path) -> None
             complain(page.name, f"`{line}`: {refusal}")
 
 
-BUILT = "from async_grpo import load_config\ntrainer = load_config('quickstart').build()\n"
+BUILT = (
+    "from async_grpo import Trainer, load_config\ntrainer = Trainer(load_config('quickstart'))\n"
+)
 CALLBACK = "from async_grpo import Callback\nclass Mine(Callback):\n"
 OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(Environment):\n"
 
@@ -240,7 +242,7 @@ def test_a_script_that_drives_a_run_is_tried_with_doubles(home: Path) -> None:
         "again = type(trainer), trainer.from_checkpoint(trainer.save(), ['learner.lr=1e-5'])\n"
         "assert same is trainer and seen == ['1 0.5'] * 2\n"
         "texts = [one.text for some in again[1].generate(['a'], n=2) for one in some]\n"
-        "assert again[1].config.build and trainer.config.run.name == 'quickstart'\n"
+        "assert again[1].config.run and trainer.config.run.name == 'quickstart'\n"
     )
     reader = Reader("script.md", {})
     with reader.at_work():

@@ -8,7 +8,7 @@ holds the rules that span several sections.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,14 +28,6 @@ from async_grpo.config.section import (
     warn,
 )
 from async_grpo.config.transports import TransportName
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from async_grpo.callbacks.base import Callback
-    from async_grpo.observe.console.console import Console
-    from async_grpo.trainer import Trainer
-
 
 WARM_START_POSITIONS = 512
 """Longest row, prompt and response together, of a model that is warm-started."""
@@ -493,7 +485,7 @@ class LearnerConfig(Section):
 
 
 class Config(Section):
-    """One object builds everything: `load_config(path).build()` is a `Trainer`."""
+    """All settings of a run; `Trainer(config)` builds everything that they describe."""
 
     seed: Annotated[
         int,
@@ -566,13 +558,3 @@ class Config(Section):
         """Whether every group has a sampling seed of its own."""
         mode = self.rollout.seeded
         return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)
-
-    def build(
-        self, *, console: Console | None = None, callbacks: Sequence[Callback] = ()
-    ) -> Trainer:
-        """Build the trainer of this configuration, which prints to `console`, or to standard
-        output. Nothing starts before its first call.
-        """
-        from async_grpo.trainer import Trainer
-
-        return Trainer(self, console=console, callbacks=callbacks)

@@ -326,7 +326,7 @@ def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(
         if resumed_by == "auto"
         else [f"checkpoint.resume={saved}", f"run.dir={tmp_path}/another"]
     )
-    load_config(tmp_path / "c.yaml", ["learner.lr=3e-5", *more]).build().check()
+    Trainer(load_config(tmp_path / "c.yaml", ["learner.lr=3e-5", *more])).check()
     for override, key in (
         ("learner.zero_stage=2", "learner.zero_stage"),
         ("model.warm_start.layers=3", "model.warm_start.layers"),
