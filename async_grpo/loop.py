@@ -41,9 +41,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import LearnerLost, Stalled, StopRequested
+from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.planning import RowMath
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LEARNER_PREFIX, LearnerTime, TimeByCause
 from async_grpo.wire.codec import Batch

@@ -39,9 +39,16 @@ from async_grpo.algo.metrics import lag_bucket
 from async_grpo.algo.reward_norm import RunningMoments, component_scores, normalize_rewards
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.algo.settling import SettlingRate
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
 from async_grpo.config.schema import Config
-from async_grpo.groups import Batch, GroupMeta, RowMeta, joined
+from async_grpo.learner.batching import (
+    PlanRow,
+    RankPlan,
+    RowKey,
+    RowValue,
+    make_rank_plans,
+    minibatches,
+)
+from async_grpo.wire.groups import Batch, GroupMeta, RowMeta, joined
 
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_grpo.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.config.schema import Config
 from async_grpo.learner.attention import of_rows
+from async_grpo.learner.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.learner.packing import PackedRow
 from async_grpo.wire import codec
 from benchmarks.algo import kilobytes

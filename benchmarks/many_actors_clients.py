@@ -16,10 +16,10 @@ from typing import Any
 import ray
 
 from async_grpo.cluster.queue import ActorQueue
-from async_grpo.groups import GroupTicket
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.rollout.actor import HEARTBEAT_S, HEARTBEATS_PER_S, POLL_S
 from async_grpo.wire.codec import unpack_frames
+from async_grpo.wire.groups import GroupTicket
 from benchmarks.queue_actors import Frames, Shape
 
 

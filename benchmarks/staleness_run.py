@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.learner.forward_choice import by_row
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import response_row

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.batching import (
+from async_grpo.learner.batching import (
     ATTENTION_TOKENS,
     REPEATED,
     PlanRow,

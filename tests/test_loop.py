@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from async_grpo.algo.advantages import row_advantages
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES

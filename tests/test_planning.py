@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from async_grpo.algo.aggregation import AGGREGATIONS
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.planning import RowMath, shaping
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 

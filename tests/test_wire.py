@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.groups import FINISH_REASONS
 from async_grpo.wire.codec import (
     MAX_STRING_BYTES,
     WIRE_VERSION,
@@ -33,6 +32,7 @@ from async_grpo.wire.codec import (
     peek_ticket,
     unpack_frames,
 )
+from async_grpo.wire.groups import FINISH_REASONS
 from tests.support.frames import HEAD, frame_of, make_group, with_columns
 
 FUZZ_FRAMES = 100_000

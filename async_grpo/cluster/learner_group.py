@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.deaths import death_as, is_death, told
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
@@ -24,6 +23,7 @@ from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
+from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.weights.transport import (
     Announcement,

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.algo.step_size import EffectiveStep
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.attention import heads_of, takes_segments
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.learner.experts import gather_whole
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.batching import PlanRow, RankPlan, RowKey
 from async_grpo.errors import StalenessError
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey
 from async_grpo.learner.packing import PackedRow
 from async_grpo.learner.prefetch import on_device
 from async_grpo.wire import codec

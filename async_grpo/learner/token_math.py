@@ -40,8 +40,8 @@ from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
-from async_grpo.batching import RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import RowKey, RowValue
 from async_grpo.learner.rows import LearnerRow, TokenBatch
 from async_grpo.learner.zero import Collectives
 

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
-from async_grpo.batching import REPEATED
 from async_grpo.cluster.placement import Placement
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
 from async_grpo.learner.attention import heads_of
+from async_grpo.learner.batching import REPEATED
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb

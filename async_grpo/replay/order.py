@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from async_grpo.groups import GroupMeta
 from async_grpo.replay.events import Event, Expire
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.wire.groups import GroupMeta
 
 if TYPE_CHECKING:
     from async_grpo.replay.admission import Admission

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.errors import RunError
-from async_grpo.groups import EPISODE_END, GroupMeta, joined
 from async_grpo.replay.history import Stretch
 from async_grpo.replay.journal import segments
 from async_grpo.report.data import RunData
 from async_grpo.wire.codec import WireError
+from async_grpo.wire.groups import EPISODE_END, GroupMeta, joined
 
 GROUPS, SHOWN = 3000, 10
 """Newest groups that are looked at, and episodes that are shown."""

@@ -34,7 +34,6 @@ from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError, VerifierFailed
-from async_grpo.groups import EPISODE_END
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
@@ -52,6 +51,7 @@ from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
+from async_grpo.wire.groups import EPISODE_END
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""

@@ -26,7 +26,6 @@ import numpy as np
 from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.environments.base import Action, Content, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
-from async_grpo.groups import Row
 from async_grpo.rollout.chat_format import ChatFormat, Said
 from async_grpo.rollout.conversation import ContentError, Conversation
 from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
@@ -34,6 +33,7 @@ from async_grpo.rollout.partial import EMPTY, Turn, digest, join
 from async_grpo.rollout.session import Session
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.wire.codec import GroupTicket
+from async_grpo.wire.groups import Row
 
 _NUMBERS = itertools.count()
 

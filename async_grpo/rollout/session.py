@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_grpo.groups import VersionSpan
 from async_grpo.rollout.engine import Completion
+from async_grpo.wire.groups import VersionSpan
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from async_grpo.groups import GroupTicket
 from async_grpo.plan.engine import Response, SharedEngine
 from async_grpo.plan.workload import crowding
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.simulation.scenario import Job, Rollout
+from async_grpo.wire.groups import GroupTicket
 
 if TYPE_CHECKING:
     from async_grpo.simulation.simulator import Simulation

@@ -16,12 +16,12 @@ import numpy as np
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.plan.engine import Speed
 from async_grpo.plan.workload import Workload, crowding
 from async_grpo.replay.rules import OnStale, QueueSettings
 from async_grpo.wire.codec import encode_group
+from async_grpo.wire.groups import Group, GroupTicket, Row, VersionSpan
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
 STATES = (*OPEN_STATES, "trained", "rejected", "expired", "failed", "skipped", "unused")

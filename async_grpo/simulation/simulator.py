@@ -22,7 +22,6 @@ from typing import Any
 import msgpack
 
 from async_grpo.errors import NoSignal
-from async_grpo.groups import Batch
 from async_grpo.planning import durations
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
@@ -32,6 +31,7 @@ from async_grpo.simulation.producers import Producers
 from async_grpo.simulation.scenario import OPEN_STATES, STATES, Result, Scenario, Step
 from async_grpo.simulation.witness import Witness
 from async_grpo.wire.codec import unpack_frames
+from async_grpo.wire.groups import Batch
 
 MAX_EVENTS = 300_000
 A_GROUP = 1_000

@@ -44,7 +44,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from async_grpo.groups import (
+from async_grpo.wire import planes, v4
+from async_grpo.wire.groups import (
     Batch,
     Group,
     GroupMeta,
@@ -54,7 +55,6 @@ from async_grpo.groups import (
     VersionSpan,
     WireError,
 )
-from async_grpo.wire import planes, v4
 from async_grpo.wire.header import facts, natural
 
 __all__ = [

@@ -10,7 +10,7 @@ import math
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from async_grpo.groups import FINISH_REASONS, GroupMeta, RowMeta, WireError
+from async_grpo.wire.groups import FINISH_REASONS, GroupMeta, RowMeta, WireError
 
 INTEGER, TEXT, NUMBER = frozenset({int}), frozenset({str}), frozenset({int, float})
 _KEYS = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.groups import WireError
+from async_grpo.wire.groups import WireError
 from async_grpo.wire.header import INTEGER, TEXT, column
 
 COLUMNS = ("plane_names", "plane_types", "plane_widths")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.groups import WireError
+from async_grpo.wire.groups import WireError
 
 VERSION = 4
 

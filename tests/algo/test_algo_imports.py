@@ -48,7 +48,7 @@ MATH = (
             "",
             ("async_grpo",),
             "async_grpo.algo.catalog, async_grpo.algo.filters, async_grpo.algo.rewards, "
-            "async_grpo.batching",
+            "async_grpo.learner.batching",
         ),
     ],
     ids=["torch_alone", "nothing"],

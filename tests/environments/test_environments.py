@@ -96,7 +96,7 @@ def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_finish_reasons_of_the_document_are_those_of_the_code() -> None:
-    from async_grpo.groups import FINISH_REASONS
+    from async_grpo.wire.groups import FINISH_REASONS
 
     document = (ROOT / "docs" / "agents.md").read_text()
     ends = document.partition("## What ends an episode")[2].partition("\n## ")[0]

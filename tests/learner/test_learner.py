@@ -21,13 +21,13 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import RowValue
 from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, StalenessError
 from async_grpo.learner import head as head_module
 from async_grpo.learner import zero
+from async_grpo.learner.batching import RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row

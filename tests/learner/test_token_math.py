@@ -15,8 +15,8 @@ import torch
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RankPlan, RowValue
 from async_grpo.errors import StalenessError
+from async_grpo.learner.batching import PlanRow, RankPlan, RowValue
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames

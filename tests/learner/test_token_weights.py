@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RowKey
+from async_grpo.learner.batching import PlanRow, RowKey
 from async_grpo.learner.rows import LearnerRow, token_batch
 from async_grpo.learner.token_math import TokenMath
 from tests.support.algo_case import slow_score

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.cluster.queue import DriverQueue
-from async_grpo.groups import GroupMeta, RowMeta
 from async_grpo.replay.actor_reports import (
     ActorReport,
     ActorReports,
@@ -26,6 +25,7 @@ from async_grpo.replay.token_ledger import PLACES, masked_tokens
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 from async_grpo.wire.codec import decode_meta
+from async_grpo.wire.groups import GroupMeta, RowMeta
 from tests.support.frames import frame_of
 from tests.support.queues import Clock, queue_settings, take
 

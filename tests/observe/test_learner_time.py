@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.checkpoint.resume import first_evaluation
+from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.progress import WINDOW_S, Progress

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import model_class
 from async_grpo.wire import codec

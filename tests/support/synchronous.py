@@ -21,8 +21,8 @@ import torch
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath
 from async_grpo.loop import Loop

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from async_grpo.algo.aggregation import row_weights
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import PlanRow, RowKey, RowValue
 from async_grpo.learner.rows import LearnerRow, TokenBatch, token_batch
 from async_grpo.learner.token_math import TokenMath, UpdateFacts
 from tests.support.thread_ranks import Collective, Ranks

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.groups import Group, Row
+from async_grpo.wire.groups import Group, Row
 from tests.support.chain_runs import run_chain
 from tests.support.engine_weights import learner_logprobs
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo import batching
-from async_grpo.batching import PlanRow, deal, minibatches
+from async_grpo.learner import batching
+from async_grpo.learner.batching import PlanRow, deal, minibatches
 from async_grpo.learner.rows import LearnerRow
 from tests.support.synchronous import (
     BATCH_GROUPS,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import RankPlan, RowKey
 from async_grpo.config.schema import Config
+from async_grpo.learner.batching import RankPlan, RowKey
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, UpdateFacts
 from async_grpo.planning import RowMath
