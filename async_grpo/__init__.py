@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         register_policy_loss,
         register_reward_shaping,
     )
-    from async_grpo.callbacks.base import Callback
     from async_grpo.config.load import ConfigError, load_config
     from async_grpo.config.schema import Config
     from async_grpo.errors import RunError
-    from async_grpo.trainer import Trainer
+    from async_grpo.run.callbacks.base import Callback
+    from async_grpo.run.trainer import Trainer
 
 __all__ = [
     "Callback",
@@ -44,11 +44,11 @@ __all__ = [
 _HOMES = {
     "algo.catalog": "register_estimator register_group_filter register_importance "
     "register_policy_loss register_reward_shaping",
-    "callbacks.base": "Callback",
+    "run.callbacks.base": "Callback",
     "config.load": "ConfigError load_config",
     "config.schema": "Config",
     "errors": "RunError",
-    "trainer": "Trainer",
+    "run.trainer": "Trainer",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

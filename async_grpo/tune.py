@@ -33,13 +33,13 @@ from typing import Any
 
 from ray import tune
 
-from async_grpo.callbacks.base import Callback
 from async_grpo.cluster.bundles import bundles
 from async_grpo.cluster.placement import room_for
 from async_grpo.cluster.session import survey
 from async_grpo.config.load import load_config, load_settings, resolve
 from async_grpo.config.schema import Config
-from async_grpo.trainer import Trainer
+from async_grpo.run.callbacks.base import Callback
+from async_grpo.run.trainer import Trainer
 
 
 def resources(config: Config) -> tune.PlacementGroupFactory:

@@ -315,7 +315,7 @@ def throughput(
 ) -> dict[str, Any]:
     """Say what the run of `one_gpu` came to: its last rates, and its memory beside the estimate."""
     from async_grpo.config.load import load_config
-    from async_grpo.preflight.memory import engine_memory, learner_memory, shape_of
+    from async_grpo.run.preflight.memory import engine_memory, learner_memory, shape_of
 
     config = load_config(check.run_dir("one_gpu") / "config.yaml")
     shape = shape_of(config, model)
@@ -352,7 +352,7 @@ def write_random_model(check: Check) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from async_grpo.preflight.known_models import known_config
+    from async_grpo.tools.check.known_models import known_config
     from async_grpo.warm_start.model import build_tokenizer
 
     directory = check.directory / "random_model"

@@ -34,8 +34,8 @@ from async_grpo.cluster.queue import QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.load import load_config
 from async_grpo.plan.engine import Speed
-from async_grpo.planning import RowMath
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.run.planning import RowMath
 from async_grpo.simulation.scenario import Scenario
 from async_grpo.simulation.simulator import simulate
 from benchmarks.machine import machine

@@ -27,13 +27,13 @@ from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.learner.forward_choice import by_row
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import response_row
-from async_grpo.loop import Loop
-from async_grpo.planning import shaping
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout.actor import RolloutActor
+from async_grpo.run.loop import Loop
+from async_grpo.run.planning import shaping
 from async_grpo.runtime.provenance import load_tokenizer
 from async_grpo.tasks.base import task_weights
 from async_grpo.tasks.chat import prompt_ids

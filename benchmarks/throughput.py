@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.config.load import load_config
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from benchmarks.machine import machine
 from benchmarks.tables import aim, spread, write_docs
 from benchmarks.tails import MODELS, TailModel

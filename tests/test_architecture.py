@@ -341,7 +341,7 @@ def test_files_are_short_and_package_files_empty() -> None:
         ),
         (
             "config.load",
-            "from async_grpo.trainer import Trainer",
+            "from async_grpo.run.trainer import Trainer",
             "config.load (layer 1) imports trainer (layer 10)",
         ),
         ("batching", "from . import wire", "batching has a relative import"),

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.config.docs import settings
 from async_grpo.config.recipes import recipes
-from async_grpo.run import main
+from async_grpo.run.command import main
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,9 +26,9 @@ from async_grpo.config import yaml12
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
-from async_grpo.planning import RowMath, shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.run.planning import RowMath, shaping
 from async_grpo.wire import codec
 from tests.support.algo_case import tokens
 from tests.support.frames import frame_of
@@ -206,7 +206,7 @@ def test_the_console_script_finds_modules_of_the_working_directory(tmp_path: Pat
     (tmp_path / "mine.py").write_text(
         "from async_grpo.tasks.arithmetic import Arithmetic\nclass Mine(Arithmetic): ...\n"
     )
-    start = "import sys; from async_grpo.run import main; sys.exit(main(sys.argv[1:]))"
+    start = "import sys; from async_grpo.run.command import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(  # -P: the working directory is not on the path, as for a console script
         [sys.executable, "-P", "-c", start, "quickstart", "--dry-run", "task.name=mine:Mine"],
         cwd=tmp_path,

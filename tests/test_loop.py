@@ -20,10 +20,10 @@ from async_grpo.algo.advantages import row_advantages
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
-from async_grpo.loop import Loop
-from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.run import _explained, main, summarise
+from async_grpo.run.command import _explained, main, summarise
+from async_grpo.run.loop import Loop
+from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import Batch
 from tests.support.listener import RecordingListener
 from tests.support.loops import (

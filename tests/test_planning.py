@@ -16,7 +16,7 @@ import pytest
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
-from async_grpo.planning import RowMath, shaping
+from async_grpo.run.planning import RowMath, shaping
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}

@@ -250,17 +250,19 @@ def test_a_script_that_drives_a_run_is_tried_with_doubles(home: Path) -> None:
 
 
 def test_what_a_page_doubles_is_real_again_afterwards(home: Path) -> None:
-    (home / "holder.py").write_text("from async_grpo.trainer import Trainer\n")
+    (home / "holder.py").write_text("from async_grpo.run.trainer import Trainer\n")
     reader = Reader("held.md", {})
     with reader.at_work():
         reader.read(
             Snippet("held.md", 1, "python", "import holder, ray; ray.init()\nheld = holder.Trainer")
         )
-    from async_grpo.trainer import Trainer
+    from async_grpo.run.trainer import Trainer
 
     assert not ray.is_initialized() and ray.init.__module__ == "ray._private.worker"
     assert reader.main.held is not Trainer and "holder" not in sys.modules
-    assert Trainer.__module__ == "async_grpo.trainer" and reader.main.__name__ not in sys.modules
+    assert (
+        Trainer.__module__ == "async_grpo.run.trainer" and reader.main.__name__ not in sys.modules
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 import ray
 
 from async_grpo import run
-from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.checkpoint.resume import Course
 from async_grpo.cluster import session
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint.resume import Course
+from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 
 
@@ -168,7 +168,7 @@ def test_a_start_that_failed_before_ray_is_repeated_and_a_stopped_trainer_is_not
                 one.start()
         one.stop("FAILED")
         monkeypatch.setattr(Trainer, "_whole_checkpoint", lambda self: None)
-        monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
+        monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
         with pytest.raises(SetupError, match="no Ray here"):
             one.start()
         one.stop("FAILED")
@@ -187,9 +187,9 @@ def test_a_replay_that_failed_at_its_start_is_repeated(
 
     source = tmp_path / "source"
     (source / "journal").mkdir(parents=True)
-    monkeypatch.setattr("async_grpo.trainer.plan_rerun", lambda *_, **__: Course(1, 2, None))
-    monkeypatch.setattr("async_grpo.trainer.differences", lambda *_: [])
-    monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
+    monkeypatch.setattr("async_grpo.run.trainer.plan_rerun", lambda *_, **__: Course(1, 2, None))
+    monkeypatch.setattr("async_grpo.run.trainer.differences", lambda *_: [])
+    monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
     for _ in range(2):
         with (
             pytest.raises(SetupError, match="no Ray here"),

@@ -27,6 +27,15 @@ DEATHS = (
 _MEMORY = re.compile(r"IP: ([^,)]+).*? was ([^(\n]+?) \(")
 
 
+CallFailed = exceptions.RayError
+"""A call of another process failed: it raised, or it is gone."""
+
+
+def cannot_be_reached(error: BaseException) -> bool:
+    """Whether the process that was called may live, and the way to it is broken."""
+    return isinstance(error, exceptions.ActorUnavailableError)
+
+
 def is_death(error: BaseException | None) -> bool:
     """Whether the process that was called is gone, or cannot be reached."""
     return isinstance(error, DEATHS) and not isinstance(error, exceptions.RayTaskError)

@@ -21,13 +21,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.cluster.deaths import is_death
-from async_grpo.cluster.learner_recovery import LearnerSupervisor
 from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import EvaluationSamples
@@ -47,6 +46,12 @@ Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
 
 
+class HasEpoch(Protocol):
+    """Knows the run's epoch, which rises when the learner goes back to a checkpoint."""
+
+    run_epoch: int
+
+
 class Evaluations:
     """All evaluations of one run."""
 
@@ -56,7 +61,7 @@ class Evaluations:
         *,
         coordinator: Coordinator[RemoteEngine],
         actors: ActorManager,
-        epochs: LearnerSupervisor,
+        epochs: HasEpoch,
         listener: RunListener,
         failures: FailureHandler,
         total_steps: int,

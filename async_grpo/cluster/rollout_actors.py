@@ -33,8 +33,8 @@ import ray
 
 from async_grpo.cluster.deaths import is_death, told
 from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
+from async_grpo.cluster.examination import examine, findings_of
 from async_grpo.cluster.placement import Node, PlacementError, Slot, describe
-from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays

@@ -330,9 +330,17 @@ class RaySession:
             f"and can run code in it as you; `chmod 600 {path}` ends that"
         )
 
-    def on_this_node(self) -> dict[str, Any]:
-        """Ray actor options for a process beside the driver that needs no reserved resources."""
-        return self.on_node(ray.get_runtime_context().get_node_id())
+    def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
+        """Start a process beside the driver that needs no reserved resources; its handle. options:
+        of a Ray actor.
+        """
+        here = self.on_node(ray.get_runtime_context().get_node_id())
+        return ray.remote(process).options(**options, **here).remote(*arguments)
+
+    @staticmethod
+    def end(handle: Any) -> None:
+        """End a process at once; a Ray that was there before goes on."""
+        ray.kill(handle)
 
     def on_node(self, node_id: str) -> dict[str, Any]:
         """Return the options of an actor on this node."""

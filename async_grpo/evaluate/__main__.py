@@ -20,7 +20,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.evaluate.alone import LABEL, actor_alone, quiet, settings, told
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight.model import look
+from async_grpo.run.preflight.model import look
 from async_grpo.tasks.registry import create_task, held_out
 
 

@@ -18,15 +18,15 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from async_grpo.checkpoint import directory
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight.model import known_model, positions
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
+from async_grpo.run.checkpoint import directory
+from async_grpo.run.preflight.model import known_model, positions
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import HELD_OUT, create_task
 from async_grpo.tasks.verifier import VerifierError

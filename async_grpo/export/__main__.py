@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.checkpoint import directory
-from async_grpo.checkpoint.directory import CheckpointError
 from async_grpo.errors import RunError, SetupError
+from async_grpo.run.checkpoint import directory
+from async_grpo.run.checkpoint.directory import CheckpointError
 from async_grpo.runtime.text import counted
 
 ADAPTER = f"{directory.MODEL}/adapter"

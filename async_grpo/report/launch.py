@@ -12,10 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from async_grpo.checkpoint.resume import last_logged_step
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.run.checkpoint.resume import last_logged_step
 
 TIMEOUT_S = 180.0
 PAGE = Path("report") / "report.html"

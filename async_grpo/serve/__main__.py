@@ -28,11 +28,11 @@ from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.served import is_served
 from async_grpo.evaluate.alone import actor_alone, quiet, settings, told
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight.model import look
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.endpoint.player import ServedPlayer
 from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.rollout.engine import Sampling
+from async_grpo.run.preflight.model import look
 from async_grpo.serve.shown import Shown
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import create_task

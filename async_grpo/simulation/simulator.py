@@ -22,10 +22,10 @@ from typing import Any
 import msgpack
 
 from async_grpo.errors import NoSignal
-from async_grpo.planning import durations
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES
+from async_grpo.run.planning import durations
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
 from async_grpo.simulation.producers import Producers
 from async_grpo.simulation.scenario import OPEN_STATES, STATES, Result, Scenario, Step

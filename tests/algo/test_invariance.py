@@ -16,7 +16,7 @@ from async_grpo.algo.catalog import ESTIMATORS
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow
 from async_grpo.learner.token_math import TokenMath
-from async_grpo.planning import RowMath
+from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 from tests.support.token_case import Alone, config_of
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from async_grpo.callbacks.base import Callback, CallbackFailed, Callbacks
-from async_grpo.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
-from async_grpo.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
-from async_grpo.trainer import Trainer
+from async_grpo.run.callbacks.base import Callback, CallbackFailed, Callbacks
+from async_grpo.run.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
+from async_grpo.run.callbacks.registry import given_callbacks, make_callbacks
+from async_grpo.run.trainer import Trainer
 
 EVENTS = ("start", "step", "publication", "evaluation", "checkpoint", "fault", "end")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.callbacks import metric_stream
-from async_grpo.callbacks.metric_stream import MetricStream
+from async_grpo.contrib import metric_stream
+from async_grpo.contrib.metric_stream import MetricStream
 from tests.support.waiting import wait_until
 
 SAID: list[str] = []

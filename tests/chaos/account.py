@@ -12,9 +12,9 @@ from collections import defaultdict
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
+from async_grpo.run.checkpoint import directory as checkpoint
 from tests.chaos.harness import Run, alive
 
 SAME_BITS = re.compile(r"the weights are the same bits at (\d+) of (\d+)")

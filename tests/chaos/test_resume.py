@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
+from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.weights.transport import parse_label
 from tests.chaos.harness import Entry, Run
 from tests.chaos.watched import ACCESS

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.checkpoint.directory import Origin
-from async_grpo.checkpoint.resume import find_checkpoint
-from async_grpo.cluster.learner_recovery import LearnerSupervisor
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint.directory import Origin
+from async_grpo.run.checkpoint.resume import find_checkpoint
+from async_grpo.run.recovery import LearnerSupervisor
 from tests.support.frames import frame_of
 from tests.support.listener import RecordingListener
 from tests.support.queues import queue_settings

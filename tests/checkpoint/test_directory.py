@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint import directory as checkpoint
 
 
 def _write(run_dir: Path, step: int, text: str = "weights") -> Path:

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.checkpoint.resume import (
+from async_grpo.config.load import dump
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.replay.journal import segment_path, segments
+from async_grpo.replay.resume import JournalSettings, last_logged_step, open_queue
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint.resume import (
     changes,
     differences,
     find_checkpoint,
@@ -17,11 +22,6 @@ from async_grpo.checkpoint.resume import (
     plan_rerun,
     verified,
 )
-from async_grpo.config.load import dump
-from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
-from async_grpo.replay.journal import segment_path, segments
-from async_grpo.replay.resume import JournalSettings, last_logged_step, open_queue
 from tests.support.frames import frame_of
 from tests.support.queues import queue_settings
 

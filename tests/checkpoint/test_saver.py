@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.learner import drafts
+from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.runtime import storage
 from async_grpo.runtime.provenance import check_origin, code_version, tokenizer_fingerprint
 from tests.support.listener import RecordingListener

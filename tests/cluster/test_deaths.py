@@ -16,7 +16,7 @@ import ray
 from async_grpo.cluster.deaths import is_death, told
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
-from async_grpo.run import _coded
+from async_grpo.run.command import _coded
 from tests.support.mortal import World, run, settings
 
 MEMORY = """1 worker(s) were killed due to the node running low on memory. Memory on the node \

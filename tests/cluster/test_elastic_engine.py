@@ -17,7 +17,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 
 pytestmark = pytest.mark.timeout(280)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.cluster import learner_group, rollout_actors
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
 from tests.support.models import write_model
 

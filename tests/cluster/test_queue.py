@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster import learner_replay
 from async_grpo.cluster import queue as queue_module
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.errors import JournalError, SetupError, Stalled
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
+from async_grpo.run import rerun as learner_replay
 from async_grpo.wire.codec import unpack_frames
 from tests.support.frames import frame_of
 from tests.support.queues import ids, queue_settings

@@ -22,8 +22,8 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
-from async_grpo.run import _coded, main
-from async_grpo.trainer import Trainer
+from async_grpo.run.command import _coded, main
+from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
 from tests.support.models import write_model
 

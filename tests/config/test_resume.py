@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config import resume
 from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
@@ -19,7 +18,8 @@ from async_grpo.config.resume import compare, marks
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
 from async_grpo.errors import SetupError
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 
 SECTIONS = ("model.warm_start", "model.lora", "evaluation.task")
 FIXED = {

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
@@ -20,8 +19,9 @@ from async_grpo.evaluate import __main__ as command
 from async_grpo.evaluate.__main__ import evaluate, rows, settings
 from async_grpo.evaluate.alone import CHAT_TOKENS
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight.model import positions
 from async_grpo.rollout.engine import EngineError
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.preflight.model import positions
 from async_grpo.tasks.verifier import VerifierError
 from tests.support.models import write_model
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint import directory as checkpoint
 from tests.chaos import account, watched
 from tests.chaos.harness import Side
 from tests.support.hosts import RAY_PORT, Host, Hosts

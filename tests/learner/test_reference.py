@@ -17,7 +17,7 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX
-from async_grpo.planning import RowMath
+from async_grpo.run.planning import RowMath
 from tests.support.learners import STEP, make_case, make_config, set_rank, split, write_neighbour
 from tests.support.loops import WEIGHTS, batch_of, config
 from tests.support.models import write_model

@@ -13,7 +13,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.attention import Heads, heads_of
 from async_grpo.learner.copies import CHUNK, EXPERTS, WINDOW, candidates, short_windows
 from async_grpo.learner.forward_choice import PASSES, Choice, NoForwardPass, choose, confirm
-from async_grpo.preflight.memory import shape_of
+from async_grpo.run.preflight.memory import shape_of
 from tests.support.families import config_of
 
 

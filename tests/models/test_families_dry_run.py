@@ -13,9 +13,9 @@ import pytest
 from async_grpo.config.load import load_config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.preflight import architecture
-from async_grpo.preflight.dry_run import dry_run
-from async_grpo.trainer import Trainer
+from async_grpo.run.preflight import architecture
+from async_grpo.run.trainer import Trainer
+from async_grpo.tools.check.dry_run import dry_run
 from tests.support.engine_families import REFUSED
 from tests.support.families import FAMILIES, write_family
 from tests.support.recipes import CONFIGS

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.preflight.engine_trial import HALF_BOUND
+from async_grpo.run.preflight.engine_trial import HALF_BOUND
 from tests.support.engine_families import BORDERLINE, DEADLINE_S, EXACT, HALF, REFUSED
 from tests.support.families import FAMILIES
 

@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 from types import SimpleNamespace
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.run_log import RunLog
-from async_grpo.run import described
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.command import described
+from async_grpo.run.run_log import RunLog
 
 STEP = {"train/loss": 1.0, "time/step": 1.0}
 

@@ -26,7 +26,7 @@ from async_grpo.observe.console.panel import _headline, panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
 from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
-from async_grpo.run import _next_steps
+from async_grpo.run.command import _next_steps
 
 
 class Clock:

@@ -13,7 +13,7 @@ from async_grpo.config.schema import Config
 from async_grpo.plan.__main__ import main
 from async_grpo.plan.forecast import PROBE, Forecast, compared, describe, measured_beside
 from async_grpo.plan.workload import CPU_CONTENTION
-from async_grpo.preflight.dry_run import _speed
+from async_grpo.tools.check.dry_run import _speed
 from tests.support.plan_case import lines
 
 GROUPS = [(20, 30, 10, 40), (25, 25, 35, 15)]

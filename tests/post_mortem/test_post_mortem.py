@@ -19,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from async_grpo.cluster import post_mortem, watchdog
+from async_grpo.cluster import watchdog
 from async_grpo.errors import Stalled
-from async_grpo.post_mortem import diagnose
+from async_grpo.observe import diagnosis as diagnose
+from async_grpo.run import post_mortem
 from async_grpo.runtime import stacks
 
 START = (
@@ -523,7 +524,7 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
         "import asyncio, sys, threading, time\nfrom pathlib import Path\nfrom types "
         "import SimpleNamespace\n"
         "from async_grpo import run\nfrom async_grpo.runtime import stacks\n"
-        "from async_grpo.cluster.post_mortem import "
+        "from async_grpo.run.post_mortem import "
         "Scene\nfrom async_grpo.observe.console.console import Console\n"
         "home = Path(sys.argv[1])\nstacks.register('driver', stacks.home(home))\nloop = "
         "asyncio.new_event_loop()\n"

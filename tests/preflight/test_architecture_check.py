@@ -15,9 +15,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.learner.forward_choice import choose
-from async_grpo.preflight import architecture
-from async_grpo.preflight.architecture import check_architecture
-from async_grpo.preflight.engine_trial import copy_processors
+from async_grpo.run.preflight import architecture
+from async_grpo.run.preflight.architecture import check_architecture
+from async_grpo.run.preflight.engine_trial import copy_processors
 from tests.support import unrepaired
 from tests.support.families import write_family
 from tests.support.models import write_model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.preflight.deadlines import LEARNER_FLOPS_S, step_seconds, too_short
-from async_grpo.preflight.known_models import known_config
-from async_grpo.preflight.memory import Shape, shape_of
+from async_grpo.run.preflight.deadlines import LEARNER_FLOPS_S, step_seconds, too_short
+from async_grpo.run.preflight.memory import Shape, shape_of
+from async_grpo.tools.check.known_models import known_config
 
 
 def case(model: str, **sections: object) -> tuple[Config, Shape]:

@@ -13,7 +13,7 @@ from async_grpo.cluster.placement import Node, place
 from async_grpo.cluster.session import gpu_bytes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.preflight.devices import check_device, look_at_gpus
+from async_grpo.run.preflight.devices import check_device, look_at_gpus
 from tests.support.wiring import tiny_model
 
 GIB = 2**30

@@ -19,9 +19,7 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.batching import deal
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
-from async_grpo.preflight.dry_run import _episode_warnings
-from async_grpo.preflight.known_models import known_config, names
-from async_grpo.preflight.memory import (
+from async_grpo.run.preflight.memory import (
     BUCKET_ELEMENTS,
     Shape,
     activation_bytes,
@@ -30,6 +28,8 @@ from async_grpo.preflight.memory import (
     shape_of,
 )
 from async_grpo.tasks.registry import create_task
+from async_grpo.tools.check.dry_run import _episode_warnings
+from async_grpo.tools.check.known_models import known_config, names
 from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
 

@@ -13,16 +13,16 @@ import pytest
 
 from async_grpo.cluster.placement import PlacementError, place
 from async_grpo.config.load import load_config
-from async_grpo.preflight.dry_run import assumed_nodes
-from async_grpo.preflight.known_models import known_config
-from async_grpo.preflight.memory import (
+from async_grpo.rollout.engine_arguments import kv_cache_gb
+from async_grpo.run.preflight.memory import (
     engine_memory,
     learner_memory,
     shape_of,
     size_text,
     too_large,
 )
-from async_grpo.rollout.engine_arguments import kv_cache_gb
+from async_grpo.tools.check.dry_run import assumed_nodes
+from async_grpo.tools.check.known_models import known_config
 from async_grpo.weights.transport import resolve_backend
 
 ROOT = Path(__file__).resolve().parents[2]

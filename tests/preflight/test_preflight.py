@@ -20,11 +20,11 @@ from async_grpo.config import operation, schema
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.preflight import model as preflight
-from async_grpo.preflight.model import SAMPLE, SOME_ROWS, _check_weights, check_fit, rate_notes
+from async_grpo.run.preflight import model as preflight
+from async_grpo.run.preflight.model import SAMPLE, SOME_ROWS, _check_weights, check_fit, rate_notes
+from async_grpo.run.trainer import Trainer
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
-from async_grpo.trainer import Trainer
 from async_grpo.warm_start.cache import cache_path
 from tests.support.models import write_model
 
@@ -33,7 +33,7 @@ from tests.support.models import write_model
 def engine_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM says is not asked here: tests/preflight/test_architecture_check.py."""
     answer = {"refused": "", "sure": False}
-    monkeypatch.setattr("async_grpo.preflight.architecture._ask", lambda _: answer)
+    monkeypatch.setattr("async_grpo.run.preflight.architecture._ask", lambda _: answer)
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +415,7 @@ def test_weights_that_are_not_finite_are_named_before_anything_starts(
         for row in (0, -1):
             with pytest.raises(SetupError, match=re.escape(f"{file} holds a weight that is not a")):
                 written(row, value)
-    monkeypatch.setattr("async_grpo.preflight.model.LOOKED_AT", 1)
+    monkeypatch.setattr("async_grpo.run.preflight.model.LOOKED_AT", 1)
     with pytest.raises(SetupError, match=re.escape(f"finite number, in {name}: ")):
         written(SOME_ROWS - 1, math.nan)
     assert "only the first 16 rows of each tensor" in written(-1, math.nan)[0]
@@ -445,7 +445,7 @@ def test_a_trainer_looks_once_and_before_anything_starts(
 ) -> None:
     looked: list[str] = []
     monkeypatch.setattr(
-        "async_grpo.preflight.model.check_fit",
+        "async_grpo.run.preflight.model.check_fit",
         lambda config, model, task, **_: looked.append(model) or iter([]),
     )
     trainer = Trainer(
@@ -564,7 +564,7 @@ def started(good: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, **sect
         raise Reached
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_grpo.lifecycle.Connection", connect)
+    monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
     values = {
         "run": {"total_steps": 2, "dir": str(directory)},
         "model": {"path": str(good)},

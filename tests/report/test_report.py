@@ -30,7 +30,7 @@ from async_grpo.report.failures import failures, slowest
 from async_grpo.report.gantt import Window, _counts, read_window
 from async_grpo.report.launch import report_on, write_report
 from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
@@ -427,7 +427,7 @@ def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) 
 
 def test_the_process_that_trains_never_imports_matplotlib() -> None:
     code = (
-        "import sys, async_grpo.trainer, async_grpo.run, async_grpo.report.launch; "
+        "import sys, async_grpo.run.trainer, async_grpo.run.command, async_grpo.report.launch; "
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
@@ -593,7 +593,7 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
     """
     done = []
     monkeypatch.setattr(
-        "async_grpo.lifecycle.report_on",
+        "async_grpo.run.lifecycle.report_on",
         lambda config, console, tracker: done.append(("report", console.progress.ended)),
     )
     config = Config(

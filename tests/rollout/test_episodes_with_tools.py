@@ -14,10 +14,10 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
-from async_grpo.preflight.model import look
 from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
+from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem
 from tests.support.chat_templates import tokenizer_of
 from tests.support.tools import Asks, AsksInText
@@ -111,7 +111,7 @@ def test_a_text_cannot_have_tools() -> None:
 
 def test_prompts_are_measured_with_their_tools() -> None:
     config, tokenizer = config_of(), tokenizer_of("hermes")
-    from async_grpo.preflight.model import _chat, _encoded
+    from async_grpo.run.preflight.model import _chat, _encoded
 
     task, problem = Asks(None, 0), Asks(None, 0).train(0)
     alone = _encoded(config, "m", tokenizer, problem, None)

@@ -17,7 +17,7 @@ from async_grpo.errors import RunError
 from async_grpo.observe.console.console import Console
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.generation import generate, prompts_of, sampling_of
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from tests.wiring.run import doubles
 
 ROLLOUT = RolloutConfig(prompt_length=4, response_length=8, temperature=0.9)

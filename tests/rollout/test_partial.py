@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 import ray
 
-from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.cluster import partial_rollouts
-from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.config.load import ConfigError
 from async_grpo.config.schema import Config
 from async_grpo.replay.partial import PartialStart
@@ -30,6 +27,9 @@ from async_grpo.rollout.partial import (
     join,
     write_file,
 )
+from async_grpo.run import partial_rollouts
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.partial_rollouts import PartialCollector
 from async_grpo.wire.codec import GroupTicket, decode_group
 from tests.support.engine_weights import learner_logprobs
 from tests.support.listener import RecordingListener

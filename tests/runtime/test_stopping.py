@@ -316,7 +316,7 @@ def test_an_error_is_the_same_after_it_crossed_a_process(error: errors.RunError)
 def test_waiting_for_groups_ends_when_asked() -> None:
     import asyncio
 
-    from async_grpo.loop import Loop
+    from async_grpo.run.loop import Loop
 
     class Queue:
         async def get_batch(self, step: int) -> None:

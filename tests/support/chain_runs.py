@@ -10,7 +10,7 @@ from async_grpo.config.load import load_config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from tests.support.recipes import CONFIGS
 
 PROGRAM = CONFIGS.parent / "examples" / "openai_loop" / "chain.yaml"

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch.distributed  # noqa: F401 - before the forks, which would import it once each
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.learner import drafts
+from async_grpo.run.checkpoint import directory as checkpoint
 from tests.support.listener import RecordingListener
 from tests.support.savers import BytesLearner, OneRank, join_alone, make_saver
 

@@ -112,7 +112,7 @@ def _module(module: str, words: list[str], home: Path) -> None:
 
 
 def _assumed(nodes: str) -> None:
-    dry_run = names(file_of("async_grpo.preflight.dry_run"))
+    dry_run = names(file_of("async_grpo.tools.check.dry_run"))
     try:
         dry_run["assumed_nodes"](nodes)
     except dry_run["SetupError"] as error:

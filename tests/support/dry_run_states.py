@@ -7,7 +7,7 @@ import gc
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.preflight.memory import shape_of
+from async_grpo.run.preflight.memory import shape_of
 from tests.support.learners import make_case, make_config, set_rank
 from tests.support.processes import free_port
 

@@ -18,12 +18,12 @@ import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster import rollout_actors
 from async_grpo.cluster.placement import Node, Placement, Slot
-from async_grpo.cluster.system import Places, StartFacts, System
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import QueueMetrics
+from async_grpo.run.checkpoint.directory import Origin
+from async_grpo.run.system import Places, StartFacts, System
 from async_grpo.runtime.storage import Written
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 from tests.support.listener import RecordingListener

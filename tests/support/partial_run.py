@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 
 STEPS, TOKENS = 4, 600
 

@@ -34,7 +34,7 @@ from tests.support.registers import registers_put_back
 from tests.support.signature_doubles import ClassDouble, called, value
 from tests.support.snippets import Snippet
 
-STARTING = {"async_grpo.trainer": "Trainer", "ray.tune": "Tuner"}
+STARTING = {"async_grpo.run.trainer": "Trainer", "ray.tune": "Tuner"}
 """Module -> the class whose objects start something."""
 OF_RAY = ("init", "shutdown", "cluster_resources", "available_resources", "nodes")
 """Functions of Ray that start a cluster, or need one."""

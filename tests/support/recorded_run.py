@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from async_grpo.callbacks.base import Callback
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.events import Reject
 from async_grpo.replay.history import lineage, read_history
-from async_grpo.trainer import Trainer
+from async_grpo.run.callbacks.base import Callback
+from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 
 STEPS, BATCH = 8, 4

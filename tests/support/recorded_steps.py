@@ -11,7 +11,7 @@ import torch
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
-from async_grpo.planning import RowMath
+from async_grpo.run.planning import RowMath
 from async_grpo.wire import codec
 from tests.support.learners import picked, plain_model, row_distribution, set_rank
 from tests.support.processes import free_port

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from async_grpo.checkpoint.saver import Saver
 from async_grpo.config.operation import Checkpoint
 from async_grpo.learner.checkpoint import Saving, Writes
+from async_grpo.run.checkpoint.saver import Saver
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
 

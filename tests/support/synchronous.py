@@ -25,10 +25,10 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath
-from async_grpo.loop import Loop
-from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.run.loop import Loop
+from async_grpo.run.planning import shaping
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence, parse_label
 from async_grpo.wire.codec import Group, GroupTicket, Row, VersionSpan, encode_group

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.wire.groups import Group, Row
 from tests.support.chain_runs import run_chain
 from tests.support.engine_weights import learner_logprobs

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo import Callback, RunError, Trainer
-from async_grpo.callbacks.metric_stream import MetricStream
+from async_grpo.contrib.metric_stream import MetricStream
 from async_grpo.observe.console.console import Console
 from tests.support.library import residents, settings
 from tests.support.models import write_model

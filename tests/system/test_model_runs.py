@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.load import load_config
 from async_grpo.errors import SetupError, TransferMismatch
 from async_grpo.observe.console.console import Console
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 from tests.support import unrepaired
 from tests.support.families import write_family
 from tests.support.recipes import CONFIGS

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.rollout.partial import FILE, PartialFile
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 from tests.support.engine_weights import learner_logprobs
 from tests.support.models import write_model
 from tests.support.partial_run import STEPS, settings

@@ -20,12 +20,12 @@ import pytest
 import yaml
 
 from async_grpo import run
-from async_grpo.cluster import post_mortem
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.observe.console.console import Console
+from async_grpo.run import post_mortem
+from async_grpo.run.trainer import Trainer
 from async_grpo.runtime import stacks
-from async_grpo.trainer import Trainer
 from tests.support.models import write_model
 
 STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 16.0, 10.0, 90.0

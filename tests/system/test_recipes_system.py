@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.observe.console.console import Console
-from async_grpo.trainer import Trainer
+from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.recipes import CONFIGS, RECIPES
 

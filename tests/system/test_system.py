@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.waiting import wait_until
 

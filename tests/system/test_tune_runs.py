@@ -14,9 +14,9 @@ import ray
 from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
-from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.schema import Config
-from async_grpo.trainer import Trainer
+from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.trainer import Trainer
 from async_grpo.tune import trainable
 from tests.support.library import residents, settings
 from tests.support.models import write_model

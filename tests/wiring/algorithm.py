@@ -16,7 +16,7 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.batching import RankPlan, RowKey
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, UpdateFacts
-from async_grpo.planning import RowMath
+from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import (
     Batch,
     Group,

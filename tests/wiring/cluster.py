@@ -17,17 +17,17 @@ from unittest import mock
 import ray
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster import rollout_actors
 from async_grpo.cluster.evaluation import Evaluations
-from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Node, Placement, PlacementError, place
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.system import StartFacts, System, reserve
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
-from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import ThroughputModel
+from async_grpo.run.checkpoint.directory import Origin
+from async_grpo.run.loop import Loop
+from async_grpo.run.partial_rollouts import PartialCollector
+from async_grpo.run.system import StartFacts, System, reserve
 from async_grpo.weights.transport import Announcement, Staged
 from async_grpo.wire.codec import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of

@@ -16,7 +16,7 @@ from async_grpo.learner.adapters import restrict
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
-from async_grpo.planning import RowMath
+from async_grpo.run.planning import RowMath
 from tests.support.families import config_of
 from tests.support.learners import Case, copy_weights, make_case, set_rank, split, write_neighbour
 from tests.support.processes import free_port

@@ -9,9 +9,9 @@ from typing import Any
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import NoSignal
-from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.run.planning import shaping
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of

@@ -12,10 +12,10 @@ import pytest
 
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.config.schema import Config
-from async_grpo.planning import RowMath
 from async_grpo.rollout.chat_format import Message
 from async_grpo.rollout.endpoint.messages import parse
 from async_grpo.rollout.episodes import Episode, as_rows
+from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import Group, decode_meta, encode_group
 from async_grpo.wire.groups import Batch
 from tests.support.served_episodes import Policy, served

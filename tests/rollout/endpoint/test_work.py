@@ -19,12 +19,12 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.external import External
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError
-from async_grpo.preflight.model import served_notes
 from async_grpo.rollout.endpoint.player import ServedPlayer
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.endpoint.work import Work, WorkHost, announce
 from async_grpo.rollout.engine import EngineError, Sampling
 from async_grpo.rollout.episodes import Episode
+from async_grpo.run.preflight.model import served_notes
 from async_grpo.tasks.base import Problem
 from tests.support.programs import config_of, served_player
 from tests.support.scripted_policy import Letters, Saying

