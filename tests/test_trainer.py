@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import ray
 
-from async_grpo import run
 from async_grpo.cluster import session
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
+from async_grpo.run import command as run
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.resume import Course
 from async_grpo.run.trainer import Trainer

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from async_grpo import Callback, RunError, Trainer
-from async_grpo import run as command
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.run import command
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
 

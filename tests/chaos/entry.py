@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import sys
 
-from async_grpo import run
 from async_grpo.cluster import learner_group, rollout_actors
+from async_grpo.run import command as run
 from async_grpo.run import trainer
 from tests.chaos import watched
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import ray
 
-from async_grpo import run as command
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.cluster import samples
 from async_grpo.cluster.evaluation import Evaluations
@@ -23,6 +22,7 @@ from async_grpo.cluster.samples import EVALUATED, ROWS, EvaluationSamples, Train
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.observe.console.console import Console
+from async_grpo.run import command
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.wire.codec import (
     Batch,

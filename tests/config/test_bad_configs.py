@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from async_grpo import run
 from async_grpo.config import yaml12
 from async_grpo.config.docs import Setting, settings
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.errors import EXIT_MEANING
+from async_grpo.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20310203

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo import run
 from async_grpo.algo import catalog
 from async_grpo.config import plugins
 from async_grpo.config.load import ConfigError, dump, load_config
+from async_grpo.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = """\

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_grpo import run
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import deal
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
+from async_grpo.run import command as run
 from async_grpo.run.preflight.memory import (
     BUCKET_ELEMENTS,
     Shape,

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from async_grpo import errors, run
+from async_grpo import errors
 from async_grpo.errors import EXIT_MEANING, NonFinite, StalenessError, StopRequested
 from async_grpo.observe.console.console import Console
+from async_grpo.run import command as run
 from async_grpo.runtime import stopping
 from tests.support.waiting import wait_until_gone
 

@@ -250,8 +250,10 @@ class World:
     def on_node(self, node_id: str) -> dict[str, Any]:
         return {}
 
-    def on_this_node(self) -> dict[str, Any]:
-        return {}
+    def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
+        return self.remote(process).remote(*arguments)
+
+    def end(self, handle: Any) -> None: ...
 
     def system(self) -> System:
         """The parts of the run, before anything is started."""

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_grpo import run
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.observe.console.status_file import read_status
+from async_grpo.run import command as run
 from tests.support.models import write_model
 from tests.support.processes import left_by, marked
 

@@ -23,8 +23,8 @@ import pytest
 import ray.exceptions
 import yaml
 
-from async_grpo import run
 from async_grpo.errors import EXIT_MEANING
+from async_grpo.run import command as run
 from async_grpo.weights.shared_memory import remove_abandoned_segments
 from tests.support.models import write_model
 from tests.support.processes import free_ports, kill_marked, left_by, marked

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
-from async_grpo import run
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.observe.console.console import Console
+from async_grpo.run import command as run
 from async_grpo.run import post_mortem
 from async_grpo.run.trainer import Trainer
 from async_grpo.runtime import stacks

@@ -117,8 +117,10 @@ class Session:
     def on_node(self, node_id: str) -> dict[str, Any]:
         return {}
 
-    def on_this_node(self) -> dict[str, Any]:
-        return {}
+    def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
+        return ray.remote(process).options(**options).remote(*arguments)
+
+    def end(self, handle: Any) -> None: ...
 
     def close(self) -> None: ...
 

