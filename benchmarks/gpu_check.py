@@ -352,8 +352,8 @@ def write_random_model(check: Check) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    from async_grpo.contrib.warm_start.model import build_tokenizer
     from async_grpo.tools.check.known_models import known_config
-    from async_grpo.warm_start.model import build_tokenizer
 
     directory = check.directory / "random_model"
     if (directory / "config.json").is_file():
@@ -387,7 +387,7 @@ def tensor_parallel(check: Check) -> dict[str, Any]:
     done = check.command(
         "tensor_parallel",
         [
-            *(sys.executable, "-m", "async_grpo.evaluate", str(source), "--json"),
+            *(sys.executable, "-m", "async_grpo.tools.evaluate", str(source), "--json"),
             f"cluster.engine.tensor_parallel_size={size}",
             f"cluster.device={check.device}",
         ],

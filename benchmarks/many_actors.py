@@ -2,8 +2,8 @@
 [--docs FILE]`.
 
     simulated   1,024 actors with 64 places each, heavy tails, deaths, 200 learner steps of 1,024
-                groups, in invented time with the real queue (`async_grpo.simulation`): how long the
-                learner waits
+                groups, simulated with the real queue (`async_grpo.tools.predict.simulation`): how
+                long the learner waits
     load        the queue's process with 1,024 clients in eight processes, at 200 and at 2,000 small
                 groups per second, and at 200 groups of 590 KB: CPU of queue, driver and clients
 
@@ -33,11 +33,11 @@ from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.load import load_config
-from async_grpo.plan.engine import Speed
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.run.planning import RowMath
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 from benchmarks.machine import machine
 from benchmarks.many_actors_clients import Clients, Rank
 from benchmarks.queue import MAX_STEPS, cpu_seconds

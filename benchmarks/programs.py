@@ -29,13 +29,13 @@ from typing import Any
 
 from async_grpo.config.load import load_config, resolve
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.rollout.chat_format import PlainFormat
 from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Engine, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import Session
-from async_grpo.warm_start.cache import ensure_warm_start
 from benchmarks.async_vs_sync import until
 from benchmarks.machine import machine
 from benchmarks.rows import append, read_rows

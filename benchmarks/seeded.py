@@ -18,8 +18,8 @@ from pathlib import Path
 
 from async_grpo.config.load import load_config, resolve
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.rollout.engine import Engine, Sampling
-from async_grpo.warm_start.cache import ensure_warm_start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 OVERRIDES = [

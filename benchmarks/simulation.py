@@ -17,9 +17,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from async_grpo.plan.engine import Speed
-from async_grpo.simulation.scenario import PROMPT_SHARE, Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import PROMPT_SHARE, Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 from benchmarks.tables import write_docs
 
 BEGIN, END = (

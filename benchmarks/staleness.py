@@ -34,8 +34,8 @@ from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.errors import NonFinite, RunError
-from async_grpo.warm_start.cache import ensure_warm_start
 from benchmarks import staleness_table
 from benchmarks.rows import OfRow, append, read_rows
 from benchmarks.staleness_run import Bench

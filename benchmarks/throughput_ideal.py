@@ -2,7 +2,7 @@
 with measured lengths.
 
 Runs in: the process of `benchmarks.throughput`. The simulation is the real `ReplayQueue` in
-invented time (`async_grpo.simulation`).
+invented time (`async_grpo.tools.predict.simulation`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from async_grpo.config.schema import Config
-from async_grpo.plan.engine import Speed
 from async_grpo.rollout.engine_arguments import CPU_MAX_NUM_SEQS
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 
 STEPS, SKIPPED = 60, 10
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task, problem_index
-from async_grpo.warm_start.cache import ensure_warm_start
 from benchmarks.tails import MODELS, TailModel
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -348,7 +348,7 @@ def test_files_are_short_and_package_files_empty() -> None:
         ("helpers", "", "helpers is in no layer"),
         (
             "replay.x",
-            "from async_grpo.replay.__main__ import main",
+            "from async_grpo.tools.inspect.command import main",
             "replay.x (layer 2) imports replay.__main__ (layer 8)",
         ),
     ],

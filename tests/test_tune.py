@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.tune import RunTrial, trainable
+from async_grpo.contrib.tune import RunTrial, trainable
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
 

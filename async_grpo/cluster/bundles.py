@@ -67,8 +67,8 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         needed = ", ".join(map(str, bundles(config, gpus=gpus)))
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
-            f"{needed}, the first for the one who starts it (async_grpo.tune.resources asks for "
-            "these)"
+            f"{needed}, the first for the one who starts it (as a trial of Ray Tune asks for them: "
+            "docs/library.md)"
         )
     sharers = 2 if shared else 1
 

@@ -30,12 +30,13 @@ from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
 from async_grpo.config.unused import unused
+from async_grpo.errors import SetupError
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 """What pydantic calls an unknown key of a section and of a loss's constants."""
 
 
-class ConfigError(ValueError):
+class ConfigError(SetupError, ValueError):
     """A mistake in the configuration, in at most two lines, with what to do."""
 
 

@@ -1,4 +1,4 @@
-"""The recipes of configs/ by name: `quickstart` stands for configs/quickstart.yaml.
+"""`async-grpo recipes`: the recipes of configs/ by name; `quickstart` is configs/quickstart.yaml.
 
 Runs in: the driver. Hides where the recipes lie: in configs/ of a checkout, in the package where a
 wheel is installed (setup.py puts them there). Invariant: a file of the user comes before a recipe
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
+import re
 from pathlib import Path
-from typing import Any
 
+from async_grpo.config.command_line import Parser
+
+DESCRIPTION = "List the recipes: configurations to train as they are, or to begin from."
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -40,14 +44,22 @@ def suggestion(missing: Path) -> str:
     return f"\nThe recipes are {', '.join(known)}." if bare and known else ""
 
 
-class ListRecipes(argparse.Action):
-    """The option `--recipes`: print every recipe with the first line of its file, exit with 0."""
+def arguments(parser: Parser) -> None:
+    """Take nothing."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Print the list and end the command."""
-        heads = {
-            name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            for name, path in recipes().items()
-        }
-        print("\n".join(f"{name:22}{head}" for name, head in heads.items()))
-        parser.exit()
+
+def run(options: argparse.Namespace) -> int:
+    """Print every recipe with the first sentence of its file; the exit code."""
+    for name, path in recipes().items():
+        print(f"{name:22}{_first_sentence(path)}")
+    return 0
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of a recipe's comment, which may go over lines."""
+    lines = itertools.takewhile(
+        lambda line: line.startswith("# ") and line[2] != " ",
+        path.read_text(encoding="utf-8").splitlines(),
+    )
+    text = " ".join(line[2:].strip() for line in lines)
+    return re.split(r"(?<!\bDr)\.\s", text)[0].removesuffix(".")

@@ -31,9 +31,7 @@ from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
-from async_grpo.plan.forecast import Forecast
 from async_grpo.replay.resume import last_logged_step
-from async_grpo.report.launch import report_on
 from async_grpo.run.callbacks.base import Callback, Callbacks
 from async_grpo.run.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
@@ -42,15 +40,15 @@ from async_grpo.run.checkpoint.resume import changes, find_checkpoint, first_eva
 from async_grpo.run.checkpoint.saver import Saver, saver_of
 from async_grpo.run.connection import Connection, uses_cluster
 from async_grpo.run.preflight.devices import check_device, look_at_gpus
-from async_grpo.run.preflight.model import look
+from async_grpo.run.preflight.model import known_model, look
 from async_grpo.run.preflight.run_check import Checked, check_run
 from async_grpo.run.run_log import RunLog
 from async_grpo.run.speed_watch import SpeedWatch
+from async_grpo.runtime.parts import needed, part
 from async_grpo.runtime.run_lock import RunLock
 from async_grpo.runtime.stopping import Stop
 from async_grpo.runtime.text import counted
 from async_grpo.tasks.registry import load_task
-from async_grpo.warm_start.cache import model_directory
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
     from async_grpo.run.rerun import Rerun
@@ -237,9 +235,9 @@ class Lifecycle:
         return None if self._speed is None else self._speed.latest
 
     @property
-    def forecast(self) -> Forecast | None:
-        """What the run is expected to come to; None before it is started."""
-        return None if self._speed is None else self._speed.forecast
+    def speed(self) -> SpeedWatch | None:
+        """What the run is expected to come to, and comes to; None before it is started."""
+        return self._speed
 
     def _refuse_second_start(self) -> None:
         """Raise RunError where this trainer has joined or started Ray before."""
@@ -386,12 +384,16 @@ class Lifecycle:
         tracker.tag("async_grpo.stopped", asked)  # a resumed run may have one from before
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience
         self.console.stopped(status) if ending is None else self.console.end(*ending)
-        if report:
+        if report and (report_on := part("report")) is not None:
             report_on(self.config, self.console, tracker)
         tracker.finish(status)
 
     def _model_dir(self) -> str:
-        return model_directory(
+        """Return the directory of the model, which is made where there is none."""
+        if self.config.model.path is not None:
+            return known_model(self.config)
+        made = needed("warm_start", "`model.warm_start`")
+        return made.model_directory(
             self.config, progress=self.console.info, check=self._stop_requested.check
         )
 

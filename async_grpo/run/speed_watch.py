@@ -11,7 +11,7 @@ from pathlib import Path
 from async_grpo.config.schema import Config
 from async_grpo.observe.bottleneck import AGREE, Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
-from async_grpo.plan.forecast import Forecast, describe
+from async_grpo.runtime.parts import part
 
 
 class SpeedWatch:
@@ -22,19 +22,22 @@ class SpeedWatch:
     ) -> None:
         """max_num_seqs: of an engine. cores: that engines and ranks share; None on GPUs."""
         self._console = console
-        self.forecast = Forecast(
-            config,
-            run_dir=Path(config.run.dir),
-            max_num_seqs=max_num_seqs,
-            actors=actors,
-            cores=cores,
-            error=console.error,
-        )
-        expected = self.forecast.predicted
-        if expected is not None:
-            console.info(f"expected, from {self.forecast.source}: {describe(expected)}")
+        forecast = part("forecast")
+        self._forecast = None
+        if forecast is not None:
+            self._forecast = forecast(
+                config,
+                run_dir=Path(config.run.dir),
+                max_num_seqs=max_num_seqs,
+                actors=actors,
+                cores=cores,
+                error=console.error,
+            )
+            if expected := self._forecast.expected():
+                console.info(expected)
         model = ThroughputModel.of(config, max_num_seqs=max_num_seqs, cores=cores)
-        self._verdicts = BottleneckWatch(model, agree=AGREE, gain=self.forecast.gain)
+        gain = None if self._forecast is None else self._forecast.gain
+        self._verdicts = BottleneckWatch(model, agree=AGREE, gain=gain)
 
     @property
     def latest(self) -> Bottleneck | None:
@@ -45,12 +48,18 @@ class SpeedWatch:
         self, metrics: Mapping[str, float], lengths: Sequence[tuple[int, ...]]
     ) -> dict[str, float]:
         """Look at a learner step; what is to be logged of the forecast. Shows a new verdict."""
-        predicted = self.forecast.observe(metrics, lengths)
+        predicted = {} if self._forecast is None else self._forecast.observe(metrics, lengths)
         if (verdict := self._verdicts.observe(metrics)) is not None:
             self._console.verdict(kind=verdict.kind, text=verdict.text)
         return predicted
 
     def end(self) -> dict[str, float]:
         """Record what the run came to; how far that is from what was expected of it."""
-        self.forecast.write()
-        return self.forecast.errors()
+        if self._forecast is None:
+            return {}
+        self._forecast.write()
+        return self._forecast.errors()
+
+    def compared(self) -> str:
+        """Say how far the run is from what was expected of it, or ""."""
+        return "" if self._forecast is None else self._forecast.compared()

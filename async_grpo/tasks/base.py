@@ -15,13 +15,14 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from pydantic import BaseModel, ValidationError
 
 from async_grpo.config import schema
+from async_grpo.errors import SetupError
 from async_grpo.runtime.numbers import checked_verdict, finite
 
 Prompt = str | list[dict[str, str]]
 Options = TypeVar("Options", bound=BaseModel)
 
 
-class TaskError(ValueError):
+class TaskError(SetupError, ValueError):
     """The task's name, data or options are wrong; one sentence says what to change."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config import schema
+from async_grpo.contrib.warm_start.cache import ALPHABET
 from async_grpo.environments.base import (
     Action,
     HasEnvironment,
@@ -22,7 +23,6 @@ from async_grpo.environments.base import (
 from async_grpo.environments.chain import Chain
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import load_task
-from async_grpo.warm_start.cache import ALPHABET
 
 ROOT = Path(__file__).parents[2]
 

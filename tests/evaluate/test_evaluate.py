@@ -15,14 +15,14 @@ from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.evaluate import __main__ as command
-from async_grpo.evaluate.__main__ import evaluate, rows, settings
-from async_grpo.evaluate.alone import CHAT_TOKENS
 from async_grpo.observe.console.console import Console
 from async_grpo.rollout.engine import EngineError
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.preflight.model import positions
 from async_grpo.tasks.verifier import VerifierError
+from async_grpo.tools.evaluate import command
+from async_grpo.tools.evaluate.alone import CHAT_TOKENS
+from async_grpo.tools.evaluate.command import evaluate, rows, settings
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ def test_held_out_problems_are_looked_at_without_training_data(
     async def answered(config: Config, total: int, console: Console) -> dict[str, float]:
         return {"total": total}
 
-    monkeypatch.setattr("async_grpo.evaluate.__main__._answered", answered)
+    monkeypatch.setattr("async_grpo.tools.evaluate.command._answered", answered)
     found = evaluate(settings(model, task=task, overrides=asked), Console())
     assert found == {"total": len(ROWS) - 2}
 
@@ -145,7 +145,14 @@ def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
     """
     before = sorted(run_dir.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-m", "async_grpo.evaluate", str(run_dir), "--json", "task.train=null"],
+        [
+            sys.executable,
+            "-m",
+            "async_grpo.tools.evaluate",
+            str(run_dir),
+            "--json",
+            "task.train=null",
+        ],
         check=False,
         cwd=ROOT,
         capture_output=True,

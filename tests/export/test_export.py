@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.export.__main__ import main
 from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.tools.export import main
 from tests.support.models import write_model
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from async_grpo.config.docs import settings as schema
 from async_grpo.config.unused import value_of
-from async_grpo.migrate.draft import walk
-from async_grpo.migrate.page import page
-from async_grpo.migrate.peers import PEER_TABLES
-from async_grpo.migrate.settle import settle
-from async_grpo.migrate.source import Source
+from async_grpo.tools.migrate.draft import walk
+from async_grpo.tools.migrate.page import page
+from async_grpo.tools.migrate.peers import PEER_TABLES
+from async_grpo.tools.migrate.settle import settle
+from async_grpo.tools.migrate.source import Source
 from tests.support.migrated import unnamed
 
 BARE = {

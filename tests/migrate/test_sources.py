@@ -13,10 +13,10 @@ import pytest
 
 from async_grpo.config.recipes import recipes
 from async_grpo.errors import SetupError
-from async_grpo.migrate.__main__ import main, migrate
-from async_grpo.migrate.command_lines import command_line_of
-from async_grpo.migrate.interpolation import resolve_all
 from async_grpo.run.command import main as run
+from async_grpo.tools.migrate.command import main, migrate
+from async_grpo.tools.migrate.command_lines import command_line_of
+from async_grpo.tools.migrate.interpolation import resolve_all
 
 FILES = Path(__file__).parent / "files"
 NAMES = sorted(path.name for path in FILES.iterdir())

@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
-from async_grpo.migrate.__main__ import main
+from async_grpo.tools.migrate.command import main
 from tests.support.models import write_model
 from tests.support.recorded_steps import two_steps
 

@@ -17,10 +17,10 @@ from async_grpo.observe.bottleneck import (
     Gain,
     ThroughputModel,
 )
-from async_grpo.plan.advice import predict
-from async_grpo.plan.engine import Speed
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.advice import predict
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 
 SKIPPED = 8
 """Steps at each end: the queue fills, and the last groups of a run have nobody to overtake them."""

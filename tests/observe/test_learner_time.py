@@ -17,14 +17,14 @@ import pytest
 from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.progress import WINDOW_S, Progress
-from async_grpo.report.data import read_run
-from async_grpo.report.facts import tiles
-from async_grpo.report.plots import times_by_cause
 from async_grpo.run.checkpoint.resume import first_evaluation
 from async_grpo.run.command import summarise
 from async_grpo.run.loop import Loop
 from async_grpo.runtime.text import duration
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
+from async_grpo.tools.report.data import read_run
+from async_grpo.tools.report.facts import tiles
+from async_grpo.tools.report.plots import times_by_cause
 from async_grpo.wire.codec import Batch
 from tests.support.loops import WEIGHTS, batch_of, config, finished_trainer
 

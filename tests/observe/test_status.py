@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import rich.console
 
-from async_grpo import status
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
@@ -27,6 +26,7 @@ from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
 from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
 from async_grpo.run.command import _next_steps
+from async_grpo.tools import status
 
 
 class Clock:
@@ -180,7 +180,7 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
         process.stdout.close()
     assert condition(read_status(tmp_path), now=time.time()).kind == "killed"
     shown = subprocess.run(
-        [sys.executable, "-m", "async_grpo.status", str(tmp_path), "--follow"],
+        [sys.executable, "-m", "async_grpo.tools.status", str(tmp_path), "--follow"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -34,8 +34,8 @@ from async_grpo.observe.tracking.tracker import (
     tags,
     write_code_state,
 )
-from async_grpo.report import __main__ as report
 from async_grpo.runtime import provenance
+from async_grpo.tools.report import command as report
 from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
 from tests.support.models import write_model
 
@@ -429,7 +429,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         tracker.finish("FAILED")
         assert time.monotonic() - started < tracking.FINISH_TIMEOUT_S + 5
         assert "2 rows of metrics.jsonl are not sent (" in notes[-1] and notes[-1].endswith(
-            f"async_grpo.report --sync {tmp_path}"
+            f"async_grpo.tools.report --sync {tmp_path}"
         )
         assert report.main(["--sync", str(tmp_path)]) == 2
         assert "2 rows are left" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from async_grpo.plan.engine import Response, SharedEngine, Speed
+from async_grpo.tools.predict.engine import Response, SharedEngine, Speed
 
 CURVE = Speed(((1, 100.0), (4, 240.0), (8, 320.0)), prompt=1000.0)
 

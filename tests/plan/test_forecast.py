@@ -10,10 +10,10 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
-from async_grpo.plan.__main__ import main
-from async_grpo.plan.forecast import PROBE, Forecast, compared, describe, measured_beside
-from async_grpo.plan.workload import CPU_CONTENTION
 from async_grpo.tools.check.dry_run import _speed
+from async_grpo.tools.predict.command import main
+from async_grpo.tools.predict.forecast import PROBE, Forecast, describe, measured_beside
+from async_grpo.tools.predict.workload import CPU_CONTENTION
 from tests.support.plan_case import lines
 
 GROUPS = [(20, 30, 10, 40), (25, 25, 35, 15)]
@@ -58,7 +58,7 @@ def test_the_first_steps_tell_what_the_rest_will_be(tmp_path: Path) -> None:
     errors = found.errors()
     assert errors["plan/error_throughput"] == pytest.approx(found.predicted.groups_per_s / 1.75 - 1)
     assert errors["plan/error_idle"] == pytest.approx(found.predicted.idle - 0.125)
-    assert "points" in compared(errors, found.source)
+    assert "points" in found.compared()
     found.write()
     record = json.loads((tmp_path / "a" / "plan.json").read_text())
     assert record["errors"] == errors and record["source"] == found.source

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo.plan.advice import least_outstanding, one_change, predict, said
-from async_grpo.plan.engine import Speed
-from async_grpo.plan.forms import limits
-from async_grpo.plan.rehearsal import Prediction, Rehearsal
-from async_grpo.plan.workload import mean
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.advice import least_outstanding, one_change, predict, said
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.forms import limits
+from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
+from async_grpo.tools.predict.workload import mean
 from tests.support.plan_case import BASE
 
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from async_grpo.config import operation, schema
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start.cache import cache_path
 from async_grpo.errors import SetupError
 from async_grpo.run.preflight import model as preflight
 from async_grpo.run.preflight.model import SAMPLE, SOME_ROWS, _check_weights, check_fit, rate_notes
 from async_grpo.run.trainer import Trainer
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
-from async_grpo.warm_start.cache import cache_path
 from tests.support.models import write_model
 
 

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
-from async_grpo.export.__main__ import main as export
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.run.trainer import Trainer
+from async_grpo.tools.export import main as export
 from async_grpo.wire.codec import Group
 from tests.support import real_tasks
 from tests.support.real_model import real_model

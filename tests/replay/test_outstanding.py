@@ -9,8 +9,8 @@ import pytest
 
 from async_grpo.replay.outstanding import WINDOW, OutstandingLimit
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.simulation.scenario import Result, Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.simulation.scenario import Result, Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 from benchmarks.simulation import BASE, balanced
 from tests.support.queues import queue_settings
 

@@ -22,15 +22,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from async_grpo.errors import JournalError
-from async_grpo.replay import __main__ as command
 from async_grpo.replay import history as history_module
-from async_grpo.replay import inspection as inspection_module
 from async_grpo.replay import journal as journal_module
 from async_grpo.replay.history import History, Start, read_history
 from async_grpo.replay.journal import Segment, segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import open_queue
+from async_grpo.tools.inspect import command
+from async_grpo.tools.inspect import groups as inspection_module
 from async_grpo.wire.codec import GroupTicket, WireError, decode_meta, encode_group
 from tests.support.frames import frame_of, make_group
 from tests.support.journal_life import RULES, Life, journal_in, queue_settings
@@ -1141,7 +1141,7 @@ def test_the_command_needs_no_right_to_write_and_leaves_nothing(
 
 def test_looking_loads_neither_torch_nor_ray_nor_transformers(run_dir: Path) -> None:
     code = (
-        "import sys; from async_grpo.replay.__main__ import main; main(sys.argv[1:]); "
+        "import sys; from async_grpo.tools.inspect.command import main; main(sys.argv[1:]); "
         "print([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.plan.engine import Speed
 from async_grpo.replay import events
 from async_grpo.replay import order as order_module
 from async_grpo.replay import queue as queue_module
@@ -20,8 +19,9 @@ from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.order import Oldest
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 
 MODES = [
     ("oldest", "wait"),

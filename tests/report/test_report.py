@@ -23,14 +23,14 @@ from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.replay.resume import open_queue
-from async_grpo.report import __main__ as report
-from async_grpo.report.data import ROWS, read_run
-from async_grpo.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
-from async_grpo.report.failures import failures, slowest
-from async_grpo.report.gantt import Window, _counts, read_window
-from async_grpo.report.launch import report_on, write_report
-from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
 from async_grpo.run.trainer import Trainer
+from async_grpo.tools.report import command as report
+from async_grpo.tools.report.data import ROWS, read_run
+from async_grpo.tools.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
+from async_grpo.tools.report.failures import failures, slowest
+from async_grpo.tools.report.gantt import Window, _counts, read_window
+from async_grpo.tools.report.launch import report_on, write_report
+from async_grpo.tools.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
@@ -427,8 +427,8 @@ def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) 
 
 def test_the_process_that_trains_never_imports_matplotlib() -> None:
     code = (
-        "import sys, async_grpo.run.trainer, async_grpo.run.command, async_grpo.report.launch; "
-        "sys.exit('matplotlib' in sys.modules)"
+        "import sys, async_grpo.run.trainer, async_grpo.run.command; "
+        "import async_grpo.tools.report.launch; sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
@@ -568,7 +568,7 @@ def test_whatever_goes_wrong_with_the_report_is_a_line(
     def breaks(path: Path) -> None:
         raise RuntimeError(f"no report of {path.name}")
 
-    monkeypatch.setattr("async_grpo.report.launch.write_report", breaks)
+    monkeypatch.setattr("async_grpo.tools.report.launch.write_report", breaks)
     config = Config(
         run=Run(name="mine", dir=str(run_dir), total_steps=60),
         model=Model(path="somewhere"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config.schema import WarmStart
-from async_grpo.warm_start import model as warm_start
+from async_grpo.contrib.warm_start import model as warm_start
 from async_grpo.weights.checks import Difference, Tolerance
 from async_grpo.weights.transport import TokenSequence
 from tests.support.models import write_model

@@ -27,7 +27,14 @@ def serving(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     model = write_model(tmp_path / "model")
-    command = [sys.executable, "-m", "async_grpo.serve", model, "--export", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "async_grpo.tools.serve",
+        model,
+        "--export",
+        str(tmp_path / "out"),
+    ]
     settings = [SIZES, "cluster.engine.kv_cache_gb=0.01"]
     settings += [f"task.eval={data}"] * ("--task" in more)
     pipe = subprocess.PIPE

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo.plan.engine import Speed
-from async_grpo.simulation.scenario import Scenario
-from async_grpo.simulation.simulator import simulate
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
 
 BASE = Scenario(
     max_staleness=2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from async_grpo.migrate.source import Source
+from async_grpo.tools.migrate.source import Source
 
 
 def unnamed(source: Source, text: str) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_grpo.plan.engine import Speed
-from async_grpo.plan.workload import Workload
+from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.workload import Workload
 
 BASE = Workload(
     batch=8,

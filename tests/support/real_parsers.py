@@ -25,7 +25,7 @@ from unittest import mock
 from tests.support.snippets import ROOT
 
 OURS = ("async_grpo", "benchmarks", "tests")
-LIGHT = ("async_grpo.migrate.",)
+LIGHT = ("async_grpo.tools.migrate.",)
 """Modules of ours whose import is cheap, and whose classes need their module."""
 PARSING = ("parse_args", "parse_intermixed_args")
 

@@ -15,9 +15,9 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
 from async_grpo.config.schema import Config
+from async_grpo.contrib.tune import trainable
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
-from async_grpo.tune import trainable
 from tests.support.library import residents, settings
 from tests.support.models import write_model
 from tests.support.waiting import wait_until

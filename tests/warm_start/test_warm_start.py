@@ -18,10 +18,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.schema import Config, Model, Run, TaskConfig, WarmStart
+from async_grpo.contrib.warm_start import cache as warm_start
+from async_grpo.contrib.warm_start import model as warm_start_model
 from async_grpo.errors import StopRequested
 from async_grpo.tasks.registry import load_task
-from async_grpo.warm_start import cache as warm_start
-from async_grpo.warm_start import model as warm_start_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +112,7 @@ def test_a_cache_hit_needs_no_torch_and_no_child(built: tuple[Config, str, list[
     program = """
 import subprocess, sys
 from async_grpo.config.schema import Config
-from async_grpo.warm_start.cache import ensure_warm_start
+from async_grpo.contrib.warm_start.cache import ensure_warm_start
 def refuse(*args, **kwargs): raise AssertionError("a child was started")
 subprocess.Popen = refuse
 config = Config.model_validate_json(sys.stdin.read())

@@ -17,17 +17,17 @@ from unittest import mock
 
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
+from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.outbox import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
-from async_grpo.report import launch
 from async_grpo.run import command, lifecycle
 from async_grpo.run import system as system_module
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.checkpoint import saver as saver_module
 from async_grpo.run.preflight import architecture
 from async_grpo.runtime.storage import StorageFailure, Written
-from async_grpo.warm_start import cache as warm_start_cache
+from async_grpo.tools.report import launch
 from tests.support.models import write_model
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
 from tests.wiring.tasks import rows

@@ -112,6 +112,16 @@ class Condition:
     text: str
 
 
+def newest_run(directory: Path) -> Path:
+    """Find the run directory whose status was written last in a directory of runs; a run directory
+    is itself.
+    """
+    if (directory / STATUS).exists():
+        return directory
+    written = {path.parent: path.stat().st_mtime for path in directory.glob(f"*/{STATUS}")}
+    return max(written, key=lambda path: written[path], default=directory)
+
+
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Read the file. Raises SetupError if there is none or its format is another."""
     path = run_dir / STATUS

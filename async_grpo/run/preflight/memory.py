@@ -24,6 +24,7 @@ from async_grpo.learner.batching import REPEATED
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb
+from async_grpo.runtime.parts import needed
 from async_grpo.weights.transport import PACKED_BYTES
 
 
@@ -84,9 +85,8 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
 
 
 def _warm_started(config: Config) -> PreTrainedModel:
-    from async_grpo.warm_start.model import build_model, build_tokenizer
-
-    return build_model(config.model.warm_start, build_tokenizer())
+    made = needed("small_model", "`model.warm_start`")
+    return made.build_model(config.model.warm_start, made.build_tokenizer())
 
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8

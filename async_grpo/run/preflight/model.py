@@ -25,12 +25,12 @@ from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine import stop_tokens
 from async_grpo.run.preflight.architecture import check_architecture
+from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
 from async_grpo.tasks.registry import create_task
-from async_grpo.warm_start.cache import cache_path, is_cached, unfit
 
 SAMPLE = 256
 """Prompts that are looked at, spread evenly over the problems."""
@@ -94,11 +94,14 @@ def check_metric_and_journal(config: Config, components: list[str]) -> None:
         )
 
 
-def known_model(config: Config, task: Task) -> str | None:
-    """Directory or hub name of the model; None for a warm-started one that is not in the cache."""
+def known_model(config: Config, task: Task | None = None) -> str | None:
+    """Directory or hub name of the model; None for a warm-started one of this task that is not in
+    the cache.
+    """
     if config.model.path is None:
-        made = cache_path(config, task)
-        return str(made) if is_cached(made) else None
+        warm_start = needed("warm_start", "`model.warm_start`")
+        made = warm_start.cache_path(config, task)
+        return str(made) if warm_start.is_cached(made) else None
     local = Path(config.model.path).expanduser()
     return str(local) if local.exists() else config.model.path
 
@@ -215,10 +218,11 @@ def _check_episodes(config: Config, task: Task) -> None:
 def _check_warm_start(config: Config, task: Task) -> None:
     """Check what is known before the model is made. Raises SetupError."""
     model, letters = "a warm-started model", _Letters()
+    warm_start = needed("warm_start", "`model.warm_start`")
     list(served_notes(config, task))
     sample = _sample(config, task)
     for place, problem in sample.items():
-        if why := unfit(problem):
+        if why := warm_start.unfit(problem):
             raise SetupError(f"task {config.task.name}, {place}: {why}")
     _check_positions(config, model, {"max_position_embeddings": WARM_START_POSITIONS})
     # their notes come again when the model is there
@@ -226,7 +230,7 @@ def _check_warm_start(config: Config, task: Task) -> None:
     list(_check_answers(config, list(sample.values()), letters))
     if _restricts(config):
         _check_trained(config, None)
-    existing = next(path for path in cache_path(config, task).parents if path.exists())
+    existing = next(path for path in warm_start.cache_path(config, task).parents if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

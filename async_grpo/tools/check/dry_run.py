@@ -1,7 +1,8 @@
-"""What a run would be: `python -m async_grpo.run CONFIG --dry-run`.
+"""What a run would be: the page of `async-grpo check`.
 
-Runs in: the driver. Starts nothing and leaves nothing behind: no process, no run directory. What it
-finds wrong is what a run would refuse, and comes last; what it warns of, a run would begin with.
+Runs in: a process of its own. Starts nothing and leaves nothing behind: no process, no run
+directory. What it finds wrong is what a run would refuse, and comes last; what it warns of, a run
+would begin with.
 """
 
 from __future__ import annotations
@@ -31,10 +32,6 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
-from async_grpo.plan.advice import one_change, predict, said
-from async_grpo.plan.forecast import describe as describe_speed
-from async_grpo.plan.forecast import measured_beside
-from async_grpo.plan.workload import Measured, Workload
 from async_grpo.rollout.engine_arguments import kv_cache_gb, max_num_seqs
 from async_grpo.run.preflight.deadlines import too_short
 from async_grpo.run.preflight.memory import (
@@ -55,6 +52,10 @@ from async_grpo.tasks.base import Task, TaskError
 from async_grpo.tasks.data import quiet_hub
 from async_grpo.tasks.registry import load_task
 from async_grpo.tools.check.known_models import known_config, names
+from async_grpo.tools.predict.advice import one_change, predict, said
+from async_grpo.tools.predict.forecast import describe as describe_speed
+from async_grpo.tools.predict.forecast import measured_beside
+from async_grpo.tools.predict.workload import Measured, Workload
 from async_grpo.weights.transport import resolve_backend
 
 if TYPE_CHECKING:

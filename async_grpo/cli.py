@@ -1,0 +1,178 @@
+"""The command line: `async-grpo VERB ...`, also as `python -m async_grpo VERB ...`.
+
+Runs in: a terminal, or a job of Ray. Hides where a verb's code is: it is imported when the verb is
+asked for, by name, so that the core does without the tools. Each home has
+
+    DESCRIPTION                 a sentence, of `VERB --help`
+    arguments(parser)           what the verb takes; imports nothing large
+    run(options) -> int         what it does; its exit code
+
+Invariants: exit codes are those of `async_grpo.errors`, by one mapping (`ended`); the spellings of
+before answer for one release, with the new one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+
+from async_grpo.config.command_line import Parser
+from async_grpo.errors import EXIT_MEANING, RunError
+from async_grpo.runtime.stopping import stop_early
+
+PROGRAM = "async-grpo"
+VERBS = {
+    "train": ("async_grpo.run.command", "train what a YAML file says; resumes by itself"),
+    "check": ("async_grpo.tools.check.command", "say what a run would be, and start nothing"),
+    "predict": ("async_grpo.tools.predict.command", "predict throughput, idle time and staleness"),
+    "status": ("async_grpo.tools.status", "show how a run is doing, from another shell"),
+    "report": ("async_grpo.tools.report.command", "write a run's report, a page with pictures"),
+    "inspect": ("async_grpo.tools.inspect.command", "show what became of a run's groups"),
+    "retrain": ("async_grpo.run.retrain", "train the learner alone on a run's recorded batches"),
+    "eval": ("async_grpo.tools.evaluate.command", "measure accuracy on held-out problems"),
+    "export": ("async_grpo.tools.export", "copy a checkpoint's model to a directory of its own"),
+    "serve": ("async_grpo.tools.serve.command", "serve a policy to an agent, and show episodes"),
+    "migrate": ("async_grpo.tools.migrate.command", "convert a configuration of another system"),
+    "recipes": ("async_grpo.config.recipes", "list the recipes"),
+    "doctor": ("async_grpo.tools.doctor", "say what this machine has, and what is missing"),
+}
+"""Verb -> the module that has it, and what it does."""
+_TRAINING = ("train", "retrain")
+"""Their last line names the exit code, because `ray job` reports success or failure alone."""
+_CANNOT_BE_FINALISED = ("eval", "serve")
+"""vLLM's client cannot be finalised by an interpreter that ends."""
+
+
+def script() -> None:
+    """Run the command line of this process, and end it."""
+    code = main()
+    if any(verb in sys.argv[1:2] for verb in _CANNOT_BE_FINALISED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the words say; return the exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    if not {"", os.getcwd()} & set(sys.path):  # as `python -m` does; a console script does not
+        sys.path.insert(0, os.getcwd())
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(f"async_grpo {_version()}")
+        return 0
+    if words[0] not in VERBS:
+        return _no_verb(words)
+    return run_verb(words[0], words[1:])
+
+
+def run_verb(verb: str, words: Sequence[str]) -> int:
+    """Do what a verb does; return the exit code, whatever happens."""
+    if verb in _TRAINING and "-h" not in words and "--help" not in words:
+        stop_early()  # what follows takes a second to import
+    name, _ = VERBS[verb]
+    try:
+        home = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return _said(f"`{PROGRAM} {verb}` is not installed here: there is no {error.name}")
+    parser = Parser(prog=f"{PROGRAM} {verb}", description=home.DESCRIPTION)
+    home.arguments(parser)
+    options = parser.read(words)
+    try:
+        return int(home.run(options))
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - every error ends the verb, explained
+        return ended(error)
+
+
+def ended(error: Exception) -> int:
+    """Say what ended a verb; its exit code. What nobody foresaw has its traceback."""
+    if isinstance(error, RunError):
+        return _said(str(error), error.exit_code)
+    traceback.print_exception(error)
+    return _said(f"exit code 1: {EXIT_MEANING[1]}", 1)
+
+
+def overview() -> str:
+    """Return the help without a verb."""
+    lines = [f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} VERB ...   (also: python -m async_grpo VERB ...)",
+            "",
+            "Asynchronous reinforcement learning of language models.",
+            "",
+            *lines,
+            "",
+            f"{PROGRAM} VERB --help says what a verb takes; {PROGRAM} --version says the version.",
+        ]
+    )
+
+
+def _no_verb(words: list[str]) -> int:
+    """Answer a first word that is no verb: a configuration is trained, as it was before."""
+    from async_grpo.config.recipes import recipes
+
+    first = words[0]
+    if first.endswith((".yaml", ".yml")) or first in recipes():
+        return old_spelling(PROGRAM, "train", words)
+    close = difflib.get_close_matches(first, [*VERBS, *recipes()], n=1)
+    meant = ""
+    if close:
+        meant = f" Did you mean `{PROGRAM} {'train ' if close[0] not in VERBS else ''}{close[0]}`?"
+    return _said(f"{first} is no verb.{meant} The verbs are {', '.join(VERBS)}.")
+
+
+def old_spelling(old: str, verb: str, words: Sequence[str]) -> int:
+    """Do what a spelling of before says, and say the new one."""
+    verb, words = as_now(verb, words)
+    print(f"note: `{old}` is `{PROGRAM} {verb}` now", file=sys.stderr)
+    return run_verb(verb, words)
+
+
+def as_now(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the verb and the words for options of `train` that are verbs now."""
+    words = list(words)
+    if verb != "train":
+        return verb, words
+    if "--recipes" in words:
+        return "recipes", []
+    if "--dry-run" in words:
+        words.remove("--dry-run")
+        return "check", words
+    at = next((i for i, word in enumerate(words) if word.split("=")[0] == "--replay"), None)
+    if at is None:
+        return verb, words
+    _, given, source = words[at].partition("=")
+    rest = words[:at] + words[at + 1 + (not given) :]
+    run_dir = source if given else "".join(words[at + 1 : at + 2])
+    config = next((word for word in rest if "=" not in word and not word.startswith("-")), None)
+    if config is not None:
+        rest[rest.index(config) : rest.index(config) + 1] = ["--config", config]
+    return "retrain", [run_dir, *rest]
+
+
+def _version() -> str:
+    try:
+        return metadata.version("async_grpo")
+    except metadata.PackageNotFoundError:  # on PYTHONPATH, as on the nodes of a cluster
+        return "(not installed)"
+
+
+def _said(message: str, code: int = 2) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,70 @@
+"""`async-grpo retrain [RUN_DIR] [section.key=value ...]`: the learner alone, on recorded batches.
+
+Runs in: the driver. Invariant: the run that is repeated is only read; what is written has a
+directory of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.config.command_line import Parser
+
+if TYPE_CHECKING:
+    from async_grpo.config.schema import Config
+    from async_grpo.observe.console.console import Console
+    from async_grpo.run.trainer import Trainer
+
+DESCRIPTION = (
+    "Train the learner alone on the batches that a run recorded, and compare its weights with the "
+    "recorded ones, bit for bit; with other settings, see what they change."
+)
+
+
+def arguments(parser: Parser) -> None:
+    """Take a run, and settings."""
+    parser.run("the run whose batches are trained again (run.dir)")
+    parser.settings("settings that replace those of the run; run.dir is DIR-retrained otherwise")
+    parser.add_argument("--config", metavar="CONFIG", help="other settings than those of the run")
+    after = "begin at the run's checkpoint of this step (default: as early as possible)"
+    parser.add_argument("--after", metavar="STEP", type=int, help=after)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Retrain; the exit code."""
+    from async_grpo.observe.console.status_file import newest_run
+    from async_grpo.run.command import read_config, with_trainer
+
+    source, settings = options.run_dir, options.settings
+    if "=" in str(source) and not source.exists():  # the run was left out
+        source, settings = Path("runs"), [str(source), *settings]
+    source = newest_run(source)
+
+    def config() -> Config:
+        given = list(settings)
+        if options.config is None and not any(one.startswith("run.dir=") for one in given):
+            given.append(f"run.dir={source}-retrained")
+        return read_config(options.config or str(source / "config.yaml"), given)
+
+    def work(trainer: Trainer, console: Console) -> None:
+        _retrain(trainer, console, source=source, after=options.after)
+
+    return with_trainer(config, work)
+
+
+def _retrain(trainer: Trainer, console: Console, *, source: Path, after: int | None) -> None:
+    with console.phase(f"repeating {source} with the learner alone"):
+        compared = trainer.replay(source, after=after)
+    trainer.stop()
+    same, different = len(compared.same), compared.different
+    count = same + len(different)
+    weights = f"bit-equal at all {count} publications"
+    if not count:
+        weights = "not compared: the run recorded no digests"
+    elif different:
+        weights = f"different from version {different[0]} on ({same} of {count} publications "
+        weights += "are bit-equal)"
+    metrics = str(trainer.run_dir / "metrics.jsonl")
+    console.summary("repeated", [("weights", weights), ("metrics", metrics)])

@@ -1,0 +1,88 @@
+"""`async-grpo migrate FILE [-o OUT.yaml]`: another system's configuration in ours.
+
+Runs in: a terminal; nothing of the other system has to be installed. Hides which system a file is
+of. Exit code 2 with one sentence for a file that cannot be used. Invariant: what is written passes
+`load_config`, and names every key of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.config.command_line import Parser
+from async_grpo.errors import SetupError
+
+if TYPE_CHECKING:
+    from async_grpo.tools.migrate.draft import Draft
+
+
+SYSTEMS = ("areal", "openrlhf", "prime-rl", "roll", "trl", "verl")
+DESCRIPTION = (
+    "Write a configuration of verl, ROLL, AReaL, TRL, OpenRLHF or prime-rl as one of async_grpo, "
+    "with a comment for each key that means something else or nothing here. Then: async-grpo check "
+    "OUT.yaml. docs/migration.md says what differs."
+)
+
+
+def arguments(parser: Parser) -> None:
+    """Take a file, and where to."""
+    file = "YAML, TOML, or a shell script with the command"
+    parser.add_argument("file", metavar="FILE", type=Path, help=file)
+    out = "where to write (default: print)"
+    parser.add_argument("-o", "--out", metavar="OUT.yaml", type=Path, help=out)
+    parser.add_argument(
+        "--from",
+        dest="option",
+        choices=SYSTEMS,
+        default="",
+        help="the system that the file is of (default: recognised by its keys)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Migrate it; the exit code. Raises SetupError."""
+
+    from async_grpo.tools.migrate.page import page
+
+    draft = migrate(options.file, options.option)
+    _write(page(draft), options.file, options.out)
+    taken = len({key for one in draft.kept.values() for key in one.keys})
+    print(
+        f"{draft.peer.name}: {taken} keys taken over, {len(draft.left)} not; every one is named in "
+        "the comments",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def migrate(path: Path, option: str = "") -> Draft:
+    """Return what a file comes to here. option: the system that it is of, "" to find out. Raises
+    SetupError.
+    """
+    from async_grpo.tools.migrate.draft import walk
+    from async_grpo.tools.migrate.peers import recognise
+    from async_grpo.tools.migrate.settle import settle
+    from async_grpo.tools.migrate.source import read_source
+
+    source = read_source(path)
+    draft = walk(source, recognise(source, option))
+    settle(draft)
+    return draft
+
+
+def _write(text: str, source: Path, out: Path | None) -> None:
+    try:
+        if out is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        if os.path.exists(out) and os.path.samefile(source, out):
+            raise SetupError(f"{out} is the file itself; write to another one.")
+        out.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SetupError(f"{out or 'the output'} cannot be written: {reason}.") from error

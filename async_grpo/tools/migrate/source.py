@@ -1,0 +1,163 @@
+"""What another system's configuration says: one value per dotted key, whatever it was written in.
+
+Runs in: a terminal (`python -m async_grpo.migrate`). Hides YAML, TOML, command lines, and hydra's
+`${...}`. Invariants: every value of the file is a `given` one, or among what is `left`;
+whatever the file holds, `read_source` returns or raises SetupError with one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import yaml12
+from async_grpo.config.docs import single_line
+from async_grpo.errors import SetupError
+from async_grpo.tools.migrate.command_lines import (
+    CommandLine,
+    command_line_of,
+    looks_like_a_command,
+)
+from async_grpo.tools.migrate.interpolation import resolve_all
+
+LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
+"""Sizes beyond which a file is no configuration."""
+_NUMBER = re.compile(r"\s*[-+]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][-+]?\d{1,3})?\s*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration of another system, flat. kind: `yaml`, `toml` or `command`; program: what the
+    command starts; left: what counts for nothing there, as (key, value, reason).
+    """
+
+    name: str
+    kind: str
+    given: Mapping[str, Any]
+    program: str = ""
+    left: tuple[tuple[str, Any, str], ...] = ()
+    unresolved: frozenset[str] = field(default=frozenset())
+    """Keys whose values refer to something that the file does not hold."""
+
+    def find(self, key: str, default: Any = None) -> Any:
+        """Return the value of the key, given in full or by the end of its path; `default` for none,
+        null, and what cannot be resolved.
+        """
+        for path in (key, *(path for path in self.given if path.endswith(f".{key}"))):
+            if path in self.given and path not in self.unresolved:
+                value = self.given[path]
+                return default if value is None else value
+        return default
+
+    def number(self, key: str, default: float = 0) -> float:
+        """Return the number under the key, also of a text; `default` for anything else."""
+        value = self.find(key, default)
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value)
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if known and abs(value) < 2**63 else default
+
+    def has(self, *keys: str) -> bool:
+        """Whether one of the keys is given a value."""
+        return any(self.find(key) is not None for key in keys)
+
+
+def read_source(path: Path) -> Source:
+    """Read a file. Raises SetupError."""
+    shown = single_line(str(path))
+    text = _text(path, shown)
+    kind = _kind(path.suffix, text)
+    line = CommandLine()
+    if kind == "command":
+        line = command_line_of(text)
+        if not line.options:
+            raise SetupError(f"{shown} holds no command line with options.")
+    else:
+        tree = _toml(shown, text) if kind == "toml" else _yaml(shown, text)
+        line.options += _flat(shown, tree)
+    given: dict[str, Any] = {}
+    for key, value in line.options:
+        if key in given:
+            line.left.append((key, given[key], "given again further on, which counts"))
+        given[key] = value
+    values, unresolved = resolve_all(given)
+    name, left = single_line(path.name), tuple(line.left)
+    return Source(name, kind, values, line.program, left, frozenset(unresolved))
+
+
+def _text(path: Path, shown: str) -> str:
+    try:
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise SetupError(f"{shown} is a directory; name the configuration file in it.")
+        if not stat.S_ISREG(found.st_mode):
+            raise SetupError(f"{shown} is no regular file.")
+        if found.st_size > LARGEST_BYTES:
+            raise SetupError(
+                f"{shown} has {found.st_size:,} bytes, which is no configuration; allowed are "
+                f"{LARGEST_BYTES:,}."
+            )
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise SetupError(f"{shown} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # what is not UTF-8, and a path with a null character
+        raise SetupError(f"{shown} cannot be read: it is not UTF-8 text.") from error
+    if "\0" in text:
+        raise SetupError(f"{shown} cannot be read: it is not text.")
+    if not text.strip():
+        raise SetupError(f"{shown} is empty.")
+    return text.replace("\r\n", "\n")
+
+
+def _kind(suffix: str, text: str) -> str:
+    if suffix == ".toml":
+        return "toml"
+    if suffix in (".yaml", ".yml"):
+        return "yaml"
+    return "command" if looks_like_a_command(text) else "yaml"
+
+
+def _yaml(path: str, text: str) -> Any:
+    try:
+        tree, _ = yaml12.read(text)
+    except yaml12.YamlError as error:
+        at = f", line {error.line}" if error.line else ""
+        raise SetupError(f"{path}{at}: this is not valid YAML: {single_line(str(error))}.") from (
+            error
+        )
+    return tree
+
+
+def _toml(path: str, text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = single_line(str(error)) if isinstance(error, ValueError) else "nested too deeply"
+        raise SetupError(f"{path}: this is not valid TOML: {why}.") from error
+
+
+def _flat(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """Go through the values with their dotted keys; lists of tables are numbered."""
+    if not isinstance(tree, dict) or not tree:
+        raise SetupError(f"{path} holds no keys: a configuration is a mapping.")
+    stack: list[tuple[str, Any]] = [("", tree)]
+    count = 0
+    while stack:
+        key, value = stack.pop()
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, dict):
+            inner = [(str(name), part) for name, part in value.items()]
+        elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            inner = [(str(index), part) for index, part in enumerate(value)]
+        if inner:
+            stack += [(f"{key}.{name}" if key else name, part) for name, part in reversed(inner)]
+            continue
+        count += 1
+        if count > MOST_KEYS:
+            raise SetupError(f"{path} has more than {MOST_KEYS:,} keys, which is no configuration.")
+        yield re.sub(r"\s", "_", key), value

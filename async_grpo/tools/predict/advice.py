@@ -1,0 +1,128 @@
+"""What to change: the smallest queue that loses nothing, and the setting that brings the most.
+
+Runs in: the driver, and the planner's command. Hides which changes are tried. What costs nothing
+comes before what needs more hardware, and a setting is named only if it brings `WORTH`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
+from async_grpo.tools.predict.workload import Workload
+
+WORTH, LOSES = 0.05, 0.02
+"""Gain of throughput that is worth a change; loss that is none."""
+LESS_LAG = 0.5
+"""Learner steps of lag that are worth a change if nothing is lost."""
+
+
+@dataclass(frozen=True)
+class Advised:
+    """A setting, its value, and what a run with it comes to. needs: hardware that it takes."""
+
+    setting: str
+    value: str
+    prediction: Prediction
+    needs: str = ""
+
+
+def predict(work: Workload) -> Prediction:
+    """Predict a run."""
+    return Rehearsal(work).run()
+
+
+def least_outstanding(work: Workload) -> int:
+    """Find the fewest groups that may be outstanding without a loss of throughput: by halves, since
+    more never hurts.
+    """
+    if work.max_staleness == 0:
+        return work.capacity
+    low = min(work.every_steps * work.batch + 1, work.capacity)
+    high, unit = work.capacity, max(work.batch // 8, 1)
+    enough = (1 - LOSES) * _fixed(work, high).groups_per_s
+    while high - low > unit:
+        middle = (low + high) // 2
+        if _fixed(work, middle).groups_per_s >= enough:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def one_change(work: Workload, now: Prediction) -> Advised | None:
+    """Return the change that brings the most throughput, or as much with less lag; None where no
+    change is worth it.
+    """
+    least = (1 + WORTH) * now.groups_per_s
+    for needs, tried in (("", _free(work)), ("more hardware", _hardware(work))):
+        changes = [
+            Advised(name, text, predict(work.with_settings({name: value})), needs)
+            for name, text, value in tried
+        ]
+        best = max(changes, key=lambda one: one.prediction.groups_per_s, default=None)
+        if best is not None and best.prediction.groups_per_s >= least:
+            return best
+        if not needs and (fresher := _fresher(work, now)) is not None:
+            return fresher
+    return None
+
+
+def _free(work: Workload) -> list[tuple[str, str, float]]:
+    """Return settings that take no hardware: name, value in words, value."""
+    bound, every = work.max_staleness, work.every_steps
+    bounds = {bound + 1, 2 * bound + 1}
+    tried = [("replay.max_staleness", str(value), float(value)) for value in sorted(bounds)]
+    if work.pause_s or work.exposed_s:
+        tried.append(("weight_sync.every_steps", str(2 * every), 2.0 * every))
+    if work.verify_s:
+        workers = 2 * work.verifiers
+        tried.append(("task.verifier.workers", str(workers), float(workers)))
+    if work.outstanding is not None and work.outstanding < work.capacity:
+        tried.append(("replay.outstanding", str(work.capacity), float(work.capacity)))
+    return tried
+
+
+def _hardware(work: Workload) -> list[tuple[str, str, float]]:
+    return [
+        ("cluster.rollout_actors.max", str(2 * work.actors), 2.0 * work.actors),
+        ("learner.ranks", "twice as many", 2.0),
+    ]
+
+
+def _fresher(work: Workload, now: Prediction) -> Advised | None:
+    """Lower the bound as far as nothing is lost; None where that makes nothing fresher."""
+
+    def kept(bound: int) -> Prediction | None:
+        found = predict(work.with_settings({"replay.max_staleness": bound}))
+        return found if found.groups_per_s >= (1 - LOSES) * now.groups_per_s else None
+
+    return _lowest(work.max_staleness, kept, least_gain=now.lag_mean - LESS_LAG)
+
+
+def _lowest(
+    bound: int, kept: Callable[[int], Prediction | None], *, least_gain: float
+) -> Advised | None:
+    best = None
+    while bound > 1 and (found := kept(bound - 1)) is not None:
+        bound -= 1
+        if found.lag_mean <= least_gain:
+            best = Advised("replay.max_staleness", str(bound), found)
+    return best
+
+
+def _fixed(work: Workload, groups: int) -> Prediction:
+    return predict(work.with_settings({"replay.outstanding": groups}))
+
+
+def said(change: Advised, now: Prediction) -> str:
+    """Say a change and what it brings, in words."""
+    factor, found = change.prediction.groups_per_s / now.groups_per_s, change.prediction
+    needs = f" ({change.needs})" if change.needs else ""
+    if math.isclose(factor, 1, abs_tol=LOSES):
+        brings = f"as much throughput, lag {found.lag_mean:.1f} instead of {now.lag_mean:.1f}"
+    else:
+        brings = f"{factor:.2f} times the throughput, learner idle {found.idle:.0%}"
+    return f"{change.setting}: {change.value}{needs}: {brings}"

@@ -1,0 +1,113 @@
+"""What a run will come to, and the one number to change: joined with a measurement, and printed.
+
+Runs in: the process of `async-grpo predict`; starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.observe.console.console import Console
+from async_grpo.tools.predict.advice import least_outstanding, one_change, predict, said
+from async_grpo.tools.predict.forecast import NAME, describe, measured_beside
+from async_grpo.tools.predict.forms import limits
+from async_grpo.tools.predict.rehearsal import Prediction
+from async_grpo.tools.predict.simulation.scenario import Scenario
+from async_grpo.tools.predict.simulation.simulator import simulate
+from async_grpo.tools.predict.workload import Measured, Workload
+
+SIMULATED_GROUPS = 2_000
+"""About so many, in at least `LEAST_STEPS` learner steps."""
+LEAST_STEPS, SKIPPED = 24, 6
+
+
+def workload(config: Config, source: Path | None, *, actors: int | None) -> tuple[Workload, Path]:
+    """Join a configuration with a measurement, and say where that is from. Raises SetupError."""
+    if source is not None:
+        path = source / NAME if source.is_dir() else source
+    else:
+        beside = next(measured_beside(config, Path(config.run.dir)), None)
+        if beside is None:
+            raise SetupError(
+                "no run of this model and task was measured on this machine beside "
+                f"{config.run.dir}: train 30 steps (async-grpo train CONFIG "
+                "run.total_steps=30), then predict with --from RUN_DIR"
+            )
+        path = beside
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        measured = Measured.of(record["measured"])
+        places = config.cluster.engine.max_num_seqs or int(record["places"])
+        cores = record.get("cores") if actors is None else None  # others bring their own
+        actors = actors or config.cluster.rollout_actors.max or int(record["actors"])
+    except OSError as error:
+        raise SetupError(
+            f"{path} cannot be read ({error.strerror}): a run writes it after {LEAST_STEPS} steps "
+            "or more, and at its end"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(f"{path} is no measurement of a run: {error}") from error
+    joined = Workload.of(config, measured, max_num_seqs=places, actors=actors, cores=cores)
+    return joined, path.parent
+
+
+def simulated_figures(work: Workload) -> dict[str, float]:
+    """Follow the run with the real queue: `Result.figures`, and tokens per second."""
+    steps = max(LEAST_STEPS, SIMULATED_GROUPS // work.batch) + 2 * work.max_staleness
+    result = simulate(Scenario.of(work, steps=steps), checked=False)
+    figures = result.figures(skip=SKIPPED + work.max_staleness)
+    return figures | {"tokens_per_s": figures["groups_per_s"] * work.group_tokens}
+
+
+def show(work: Workload, path: Path, simulated: dict[str, float] | None) -> None:
+    """Print a plan."""
+    now, console = predict(work), Console()
+    outstanding = "auto" if work.outstanding is None else str(work.outstanding)
+    rows = [("measured in", str(path)), ("expected", describe(now))]
+    if simulated is not None:
+        rows.append(
+            (
+                "simulated",
+                f"{simulated['tokens_per_s']:,.0f} response tokens/s, learner idle "
+                f"{simulated['idle']:.0%}, lag {simulated['lag_mean']:.1f} a token on average and "
+                f"{simulated['lag_max']:.0f} at most, {simulated['masked']:.0%} too old",
+            )
+        )
+    rows += [
+        ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} places taken"),
+        (
+            "outstanding",
+            f"replay.outstanding {outstanding}: {now.outstanding:.0f} of {work.capacity} groups in "
+            f"the end; {least_outstanding(work)} are enough",
+        ),
+        ("most groups/s", ", ".join(_limit(*one) for one in sorted_limits(work))),
+    ]
+    for bound, found in bounds(work).items():
+        mark = "  <- this configuration" if bound == work.max_staleness else ""
+        rows.append((f"max_staleness {bound}", describe(found) + mark))
+    change = one_change(work, now)
+    rows.append(("to change", "nothing" if change is None else said(change, now)))
+    console.summary("plan", rows)
+
+
+def sorted_limits(work: Workload) -> list[tuple[str, float]]:
+    """Return what limits the run, the lowest limit first."""
+    return sorted(limits(work).items(), key=lambda one: one[1])
+
+
+def bounds(work: Workload) -> dict[int, Prediction]:
+    """Predict the run with other bounds beside its own."""
+    tried = sorted({0, 1, 2, 4, work.max_staleness, 2 * work.max_staleness})
+    return {
+        bound: predict(work.with_settings({"replay.max_staleness": bound}))
+        for bound in tried
+        if bound >= work.every_steps - 1
+    }
+
+
+def _limit(name: str, rate: float) -> str:
+    return f"{name} {rate:.3g}" if math.isfinite(rate) else f"{name} none"

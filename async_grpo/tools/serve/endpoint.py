@@ -1,0 +1,165 @@
+"""The policy as an endpoint alone, to debug an agent.
+
+Runs in: the process of `async-grpo serve`, without Ray, learner or queue. Hides what an episode is
+where nobody trains:
+
+    task `program` or `external`  -> held-out problems are played; every episode is shown
+    any other task                -> whoever has the address and the key asks; Enter ends an
+                                     episode, which is shown, and begins the next one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TextIO
+
+from async_grpo.config.schema import Config
+from async_grpo.environments.base import Observation
+from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.environments.served import is_served
+from async_grpo.observe.console.console import Console
+from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.endpoint.player import ServedPlayer
+from async_grpo.rollout.endpoint.served import ServedEpisode
+from async_grpo.rollout.engine import Sampling
+from async_grpo.run.preflight.model import look
+from async_grpo.tasks.base import Problem
+from async_grpo.tasks.registry import create_task
+from async_grpo.tools.evaluate.alone import actor_alone, quiet
+from async_grpo.tools.serve.shown import Shown
+
+FAILED = 1
+
+
+def serve(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
+    """Serve until all episodes are played, or until it is stopped; the exit code."""
+    task = create_task(config.task, config.seed)
+    console.info(*(look(config, task, of_evaluation=True) or []))
+    with quiet():
+        return asyncio.run(_served(config, console, episodes=episodes, file=file))
+
+
+async def _served(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
+    failed = 0
+    async with actor_alone(config, console, name="serve") as actor:
+        words = actor.parts.tokenizer.decode
+        playing = _problems if is_served(actor.parts.task) else _by_hand
+        async for shown in playing(config, console, actor, episodes):
+            failed += shown.failed is not None
+            console.info(*shown.lines(words))
+            file.write(json.dumps(shown.record(words)) + "\n")
+            file.flush()
+    return FAILED if failed else 0
+
+
+async def _problems(
+    config: Config, console: Console, actor: RolloutActor, episodes: int
+) -> AsyncIterator[Shown]:
+    """Play held-out problems, all at the same time; each when it has ended."""
+    player = actor.parts.player
+    assert isinstance(player, ServedPlayer)
+    problems = actor.parts.task.evaluation(episodes)
+    plays = [_play(config, player, problem, number) for number, problem in enumerate(problems, 1)]
+    for ended in asyncio.as_completed(plays):
+        yield await ended
+
+
+async def _by_hand(
+    config: Config, console: Console, actor: RolloutActor, episodes: int
+) -> AsyncIterator[Shown]:
+    """Serve one episode after the other to whoever asks."""
+    assert actor.parts.players is not None
+    room = f"{config.rollout.response_length} sampled tokens (rollout.response_length)"
+    hand = _Hand(console, f"it ends after {config.rollout.max_turns} turns, or {room}")
+    player = await actor.parts.players.served(hand, actor.parts.task)
+    problem, number = Problem("", {}), 0
+    with hand.listening():
+        while not hand.stopped:
+            number += 1
+            shown = await _play(config, player, problem, number)
+            if shown.served.turns:
+                yield shown
+
+
+async def _play(config: Config, player: ServedPlayer, problem: Problem, number: int) -> Shown:
+    """Play one episode to its end, sampled as in training."""
+    seen: list[ServedEpisode] = []
+    rollout, begun = config.rollout, time.monotonic()
+    sampling = Sampling(
+        n=1,
+        max_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        repetition=rollout.repetition,
+    )
+    failed = None
+    try:
+        await player.play(problem, sampling, seed=number, watch=seen.append)
+    except EnvironmentFailed as error:
+        failed = error
+    return Shown(number, seen[0], time.monotonic() - begun, failed)
+
+
+class _Hand:
+    """A host whose episodes end when a person says so."""
+
+    def __init__(self, console: Console, room: str) -> None:
+        self._console, self._ended = console, asyncio.Event()
+        self._room = room
+        self.stopped = False
+        self.open_episodes = 0
+
+    def listening(self) -> _Listening:
+        """Listen to lines and signals inside."""
+        return _Listening(self._end)
+
+    def _end(self, *, all_of_them: bool) -> None:
+        self.stopped = self.stopped or all_of_them
+        self._ended.set()
+
+    async def run(
+        self, reference: dict[str, Any], seed: int, *, url: str, key: str, busy: Callable[[], bool]
+    ) -> Observation:
+        """Say where the policy is, and wait for the end."""
+        self._ended.clear()
+        if not self.stopped:
+            self._console.info(
+                f"episode {seed}; Enter ends it, Ctrl-C ends the endpoint:",
+                f"export OPENAI_BASE_URL={url} OPENAI_API_KEY={key}",
+                self._room,
+            )
+            await self._ended.wait()
+        return Observation("env_done", done=True)
+
+
+class _Listening:
+    """Ends of lines on standard input, and signals, inside a `with`."""
+
+    def __init__(self, told: Callable[..., None]) -> None:
+        self._told, self._loop = told, asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, lambda: self._told(all_of_them=True))
+        try:
+            self._loop.add_reader(sys.stdin.fileno(), self._line)
+        except (OSError, ValueError):  # a file, or none: then signals alone
+            return
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(sys.stdin.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _line(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # its end: signals alone from now on
+            self._loop.remove_reader(sys.stdin.fileno())
+        else:
+            self._told(all_of_them=False)
