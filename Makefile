@@ -62,7 +62,7 @@ chaos: install  ## kill, stop and starve a small run, N times; START=... goes on
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)
 
 lint: install  ## check style and format
-	@$(IN_VENV) ruff check . && ruff format --check .
+	@$(IN_VENV) ruff check . && ruff format --check . && python tests/figures.py
 
 types: install  ## check the types
 	@$(IN_VENV) mypy

@@ -27,12 +27,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from async_grpo.agents.endpoint.served import ServedEpisode
+from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.load import load_config, resolve
 from async_grpo.config.schema import Config
 from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.served import ServedEpisode
-from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Engine, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import Session

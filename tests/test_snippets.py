@@ -20,9 +20,9 @@ from unittest import mock
 import pytest
 import ray
 
+from async_grpo.agents.program import Program
 from async_grpo.config.schema import TaskConfig
 from async_grpo.environments.base import Action
-from async_grpo.environments.program import Program
 from async_grpo.environments.tools import with_tools
 from async_grpo.tasks.registry import load_task
 from tests.support import commands

@@ -24,13 +24,12 @@ from pydantic import ValidationError
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
 from async_grpo.config.docs import Setting, settings, show, single_line
-from async_grpo.config.peer_answers import answer
-from async_grpo.config.peers import PEERS
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
 from async_grpo.config.unused import unused
 from async_grpo.errors import SetupError
+from async_grpo.runtime.parts import part
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 """What pydantic calls an unknown key of a section and of a loss's constants."""
@@ -243,16 +242,19 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     by_leaf: dict[str, list[str]] = {}
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    answer, elsewhere = part("peer_answer"), part("peer_names")
+    peers: Mapping[str, str] = {} if elsewhere is None else elsewhere.PEERS
     for inner in (path, *_leaves(path, value)):
-        if said := answer(inner, _inside(value, inner[len(path) :])):
+        said: str = "" if answer is None else answer(inner, _inside(value, inner[len(path) :]))
+        if said:
             return said
     leaf = path[-1].strip().lower().replace("-", "_")
     close = difflib.get_close_matches(
         leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84
     )
-    if not close or leaf in PEERS:
+    if not close or leaf in peers:
         for inner in (path, *_leaves(path, value)):
-            ours = PEERS.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
+            ours = peers.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
             if ours:
                 return f"`{inner[-1] if inner == path else _dotted(inner)}` is `{ours}` here."
         close = difflib.get_close_matches(
@@ -260,12 +262,12 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
         )
     if close:
         return f"Did you mean `{_dotted((*path[:-1], close[0]))}`?"
-    near = difflib.get_close_matches(leaf, [*by_leaf, *PEERS], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(leaf, [*by_leaf, *peers], n=1, cutoff=0.8)
     if near:
-        ours = PEERS.get(near[0]) or " or ".join(by_leaf[near[0]][:3]).replace(" or ", "` or `")
+        ours = peers.get(near[0]) or " or ".join(by_leaf[near[0]][:3]).replace(" or ", "` or `")
         return f"Did you mean `{ours}`?"
-    names = ", ".join(name.rpartition(".")[2] for name in siblings)
-    return f"The keys of `{parent}` are {names}." if parent else f"The sections are {names}."
+    known = ", ".join(name.rpartition(".")[2] for name in siblings)
+    return f"The keys of `{parent}` are {known}." if parent else f"The sections are {known}."
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:

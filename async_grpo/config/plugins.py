@@ -29,8 +29,8 @@ from async_grpo.algo import catalog
 from async_grpo.algo.catalog import EstimatorTraits, LossTraits, Registry
 from async_grpo.config.algorithm import SECTIONS
 from async_grpo.config.docs import show, words
-from async_grpo.config.peers import LOSSES
 from async_grpo.config.schema import Config
+from async_grpo.runtime.parts import part
 
 TIMEOUT_S = 120.0
 OPTIONS = ("algorithm", "options")
@@ -120,7 +120,8 @@ def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ..
             )
             if kind == "group_filter" and name in names:
                 allowed += f", of a module in `{modules}`: the replay queue imports no other"
-            ours = LOSSES.get(name) if kind == "policy_loss" else None
+            peers = part("peer_names") if kind == "policy_loss" else None
+            ours = None if peers is None else peers.LOSSES.get(name)
             meant = f"; of other systems it is `{ours}` here" if ours else ""
             yield path, f"`{'.'.join(path)}` is {show(name)}; allowed is {allowed}{meant}."
     filters = config.replay.filter_groups

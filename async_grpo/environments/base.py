@@ -7,10 +7,11 @@ msgpack; an environment never sees whether, or with which weights, its episode i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
+from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.runtime.numbers import checked_verdict, finite
 
 Content = str | list[dict[str, Any]] | list[int]
@@ -87,6 +88,23 @@ class HasTools(Protocol):
     def tools(self) -> Sequence[Callable[..., Any] | dict[str, Any]]:
         """Functions, which are called in the child, or JSON schemas of tools that the environment
         itself answers.
+        """
+
+
+@runtime_checkable
+class HasPlayers(Protocol):
+    """A task whose episodes are played from outside, by whoever asks the policy over HTTP."""
+
+    players: str
+    """`module:Class` of what starts its players (`rollout.players.OutsidePlayers`), which rollout
+    actors import.
+    """
+    posed: TaskConfig
+    """Settings of the task whose problems these are."""
+
+    def notes(self, config: Config) -> Iterator[str]:
+        """Say what the user should know, and check what can be checked before a run. Raises
+        TaskError, SetupError.
         """
 
 

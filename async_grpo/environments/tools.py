@@ -22,9 +22,8 @@ from typing import Any
 
 import pydantic
 
-from async_grpo.environments.base import Action, HasEnvironment, HasTools, Observation
+from async_grpo.environments.base import Action, HasEnvironment, HasPlayers, HasTools, Observation
 from async_grpo.environments.calculator import calculator
-from async_grpo.environments.served import is_served
 from async_grpo.tasks.base import Problem, Score, Task, TaskError, WarmsUp
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
@@ -42,7 +41,7 @@ def with_tools(task: Task, names: Sequence[str]) -> Task:
         if functions.setdefault(function.__name__, function) is not function:
             raise TaskError(f"environment.tools: there are two tools {function.__name__!r}")
     schemas = [one for one in own if isinstance(one, dict)]
-    if functions and is_served(task):
+    if functions and isinstance(task, HasPlayers):
         raise TaskError("environment.tools: who plays episodes over HTTP brings tools of its own")
     return TaskWithTools(task, functions, schemas) if functions or schemas else task
 

@@ -41,7 +41,7 @@ from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_ro
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
-from async_grpo.rollout.players import Player, Players
+from async_grpo.rollout.players import Player, PlayerParts, Players
 from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
@@ -188,12 +188,14 @@ class RolloutActor:
             cpu=others,
         )
         players = Players(
-            config,
-            name=self.actor_id,
-            engine=engine,
-            tokenizer=tokenizer,
-            counts=self._counts,
-            cpu=others,
+            PlayerParts(
+                config,
+                name=self.actor_id,
+                engine=engine,
+                tokenizer=tokenizer,
+                counts=self._counts,
+                cpu=others,
+            )
         )
         self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
         if plays:

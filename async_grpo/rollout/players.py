@@ -1,22 +1,20 @@
-"""Which player plays a task's episodes: its environment, a program or a worker.
+"""Which player plays a task's episodes: its environment here, or somebody outside.
 
-Runs in: rollout actors. Hides the choice; what both need is in `Player`.
+Runs in: rollout actors. Hides the choice; what both need is in `Player`. Who plays from outside is
+a task's own matter (`HasPlayers`): its class is imported by the name that the task gives.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config, TaskConfig
-from async_grpo.environments.external import External
+from async_grpo.environments.base import HasPlayers
 from async_grpo.environments.pool import EnvironmentPool
-from async_grpo.environments.served import is_served
-from async_grpo.rollout.chat_format import PlainFormat, chat_format_of, chat_format_with
-from async_grpo.rollout.endpoint.player import Host, ProgramHost, ServedPlayer
-from async_grpo.rollout.endpoint.server import Endpoint
-from async_grpo.rollout.endpoint.work import Work, WorkHost, announce
+from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Engine, Purpose, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay
 from async_grpo.tasks.base import Problem
@@ -43,84 +41,72 @@ class Player(Protocol):
         """
 
 
-class Players:
-    """The players of an actor, with their environments."""
+@dataclass(frozen=True)
+class PlayerParts:
+    """What all players of an actor share. name: the actor's; counts: where they add up what they
+    see; cpu: cores of the environments.
+    """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        name: str,
-        engine: Engine,
-        tokenizer: Any,
-        counts: Counter[str],
-        cpu: set[int] | None,
-    ) -> None:
-        """Take what all players share. name: the actor's; counts: where they add up what they see;
-        cpu: cores of the environments.
-        """
-        self._name = name
-        self._config, self._engine = config, engine
-        self._tokenizer, self._counts = tokenizer, counts
-        self._cpu = cpu
-        self._pools: list[EnvironmentPool] = []
-        self._endpoint: Endpoint | None = None
-        """One for all of its tasks."""
-        self._work = Work()
-        self._announced: Path | None = None
+    config: Config
+    name: str
+    engine: Engine
+    tokenizer: Any
+    counts: Counter[str]
+    cpu: set[int] | None
+
+
+class OutsidePlayers(Protocol):
+    """Players of tasks whose episodes are played from outside; made of an actor's `PlayerParts`."""
 
     async def of(self, settings: TaskConfig, task: Any) -> Player:
         """Start a player of this task. Raises EnvironmentFailed("start"), OSError."""
-        config, tokenizer = self._config, self._tokenizer
-        if isinstance(task, External):
-            return await self.served(WorkHost(self._work, task, config.environment), task)
+
+    async def close(self) -> None:
+        """End whatever was started."""
+
+
+class Players:
+    """The players of an actor, with their environments."""
+
+    def __init__(self, parts: PlayerParts) -> None:
+        self._parts = parts
+        self._pools: list[EnvironmentPool] = []
+        self._outside: dict[str, OutsidePlayers] = {}
+
+    async def of(self, settings: TaskConfig, task: Any) -> Player:
+        """Start a player of this task. Raises EnvironmentFailed("start"), OSError."""
+        if isinstance(task, HasPlayers):
+            return await self.outside(task.players).of(settings, task)
+        parts = self._parts
         pool = EnvironmentPool(
-            settings, config.environment, weights=task.weights, seed=config.seed, cpu=self._cpu
+            settings,
+            parts.config.environment,
+            weights=task.weights,
+            seed=parts.config.seed,
+            cpu=parts.cpu,
         )
         self._pools.append(pool)
         await pool.start()
-        if is_served(task):
-            return await self.served(ProgramHost(pool), task)
         return EpisodePlayer(
-            config,
-            engine=self._engine,
+            parts.config,
+            engine=parts.engine,
             pool=pool,
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             weights=task.weights,
-            counts=self._counts,
-            chat=chat_format_of(config, tokenizer, task),
+            counts=parts.counts,
+            chat=chat_format_of(parts.config, parts.tokenizer, task),
         )
 
-    async def served(self, host: Host, task: Any) -> ServedPlayer:
-        """Start a player whose episodes this host has played over HTTP. Raises OSError."""
-        config, tokenizer = self._config, self._tokenizer
-        if self._endpoint is None:
-            self._endpoint = Endpoint(
-                config.endpoint, words=tokenizer.decode, counts=self._counts, work=self._work
-            )
-            await self._endpoint.start()
-        if isinstance(host, WorkHost) and self._announced is None:
-            self._announced = announce(
-                Path(config.run.dir), self._name, url=self._endpoint.url, key=self._work.key
-            )
-        return ServedPlayer(
-            config,
-            engine=self._engine,
-            endpoint=self._endpoint,
-            host=host,
-            tokenizer=tokenizer,
-            weights=task.weights,
-            counts=self._counts,
-            formats=lambda tools: (
-                chat_format_with(config, tokenizer, tools) or PlainFormat(tokenizer)
-            ),
-        )
+    def outside(self, path: str) -> Any:
+        """Return the actor's one object of this class, `module:Class`."""
+        if path not in self._outside:
+            module, _, name = path.partition(":")
+            self._outside[path] = getattr(importlib.import_module(module), name)(self._parts)
+        return self._outside[path]
 
     async def close(self) -> None:
-        """End all environments, and stop listening."""
-        if self._announced is not None:
-            self._announced.unlink(missing_ok=True)
+        """End all environments, and whatever players from outside have started."""
+        for outside in self._outside.values():
+            await outside.close()
         for pool in self._pools:
             await pool.close()
-        if self._endpoint is not None:
-            await self._endpoint.close()

@@ -23,12 +23,12 @@ BUILT_IN = {
     "reasoning_gym": "async_grpo.tasks.reasoning_gym:ReasoningGym",
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
     "chain": "async_grpo.environments.chain:Chain",
-    "adventure": "async_grpo.environments.adventure:Adventure",
-    "program": "async_grpo.environments.program:Program",
-    "external": "async_grpo.environments.external:External",
-    "gymnasium": "async_grpo.environments.adapters:Gymnasium",
-    "textarena": "async_grpo.environments.adapters:TextArena",
-    "skyrl_gym": "async_grpo.environments.adapters:SkyRLGym",
+    "adventure": "async_grpo.contrib.adventure:Adventure",
+    "program": "async_grpo.agents.program:Program",
+    "external": "async_grpo.agents.external:External",
+    "gymnasium": "async_grpo.contrib.adapters:Gymnasium",
+    "textarena": "async_grpo.contrib.adapters:TextArena",
+    "skyrl_gym": "async_grpo.contrib.adapters:SkyRLGym",
 }
 HELD_OUT = {"gsm8k": "openai/gsm8k:main:test", "math": "HuggingFaceH4/MATH-500:default:test"}
 """Held-out rows of an evaluation that names no more than the task."""

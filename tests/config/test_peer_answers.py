@@ -9,8 +9,8 @@ import pytest
 
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, load_config
-from async_grpo.config.peer_answers import ANSWERS
-from async_grpo.config.peers import PEERS
+from async_grpo.tools.migrate.answers import ANSWERS
+from async_grpo.tools.migrate.names import PEERS
 
 BASE = "run: {total_steps: 2}\nmodel: {warm_start: {}}\n"
 MORE = {

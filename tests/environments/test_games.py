@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config import schema
-from async_grpo.environments.adventure import WAYS, AdventureGame
+from async_grpo.contrib.adventure import WAYS, AdventureGame
 from async_grpo.environments.base import Action, HasEnvironment, Observation, check_observation
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import load_task

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from async_grpo.config.docs import settings as schema
 from async_grpo.config.load import load_config
-from async_grpo.config.peers import PEERS
 from async_grpo.config.unused import value_of
 from async_grpo.tools.migrate.command import main, migrate
 from async_grpo.tools.migrate.draft import walk
 from async_grpo.tools.migrate.interpolation import resolve_all
+from async_grpo.tools.migrate.names import PEERS
 from async_grpo.tools.migrate.page import page
 from async_grpo.tools.migrate.peers import PEER_TABLES
 from async_grpo.tools.migrate.settle import settle

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
+from async_grpo.agents.endpoint.messages import parse
+from async_grpo.agents.endpoint.served import ServedEpisode
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.rollout.endpoint.messages import parse
-from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.tools.serve.shown import Shown
 from tests.support.served_episodes import Policy, served
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from async_grpo.agents.endpoint.player import Host, ProgramHost, ServedPlayer
+from async_grpo.agents.endpoint.server import Endpoint
+from async_grpo.agents.program import Program
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.environments.program import Program
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.player import Host, ProgramHost, ServedPlayer
-from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.tasks.base import Problem

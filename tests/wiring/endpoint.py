@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.schema import Config
-from async_grpo.rollout.endpoint.server import Endpoint
 from tests.support.processes import free_port
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from async_grpo.config.schema import Config, WarmStart
-from async_grpo.environments.served import is_served
+from async_grpo.environments.base import HasPlayers
 from async_grpo.errors import SetupError
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.base import Problem, Task
@@ -126,7 +126,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
 
 def cache_path(config: Config, task: Task) -> Path:
     """Directory that the model of this configuration and task has in the cache."""
-    settings, posed = _settings(config), task.posed if is_served(task) else config.task
+    settings, posed = _settings(config), task.posed if isinstance(task, HasPlayers) else config.task
     key = {
         "recipe": RECIPE_VERSION,
         "settings": settings.model_dump(mode="json", exclude={"cache_dir"}),

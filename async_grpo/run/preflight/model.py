@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
-from async_grpo.environments.base import HasEnvironment
-from async_grpo.environments.external import DIRECTORY, External
-from async_grpo.environments.program import Program
+from async_grpo.environments.base import HasEnvironment, HasPlayers
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
@@ -124,7 +122,7 @@ def check_fit(
     of_evaluation: look at held-out problems, since nothing is trained.
     """
     yield from rate_notes(config)
-    yield from served_notes(config, task)
+    yield from _outside_notes(config, task)
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():
@@ -165,23 +163,10 @@ def check_fit(
         yield from check_architecture(config, model, learner=not of_evaluation)
 
 
-def served_notes(config: Config, task: Task) -> Iterator[str]:
-    """Say where workers find the run, and check that programs can be begun. Raises TaskError,
-    SetupError.
-    """
-    if isinstance(task, Program):
-        task.check(config.environment.reset_timeout_s)
-    if isinstance(task, External):
-        wait_s, longest_s = task.options.wait_s, config.rollout.longest_group_s
-        if wait_s >= longest_s:
-            raise SetupError(
-                f"task.options.wait_s is {wait_s:g} s, and a group ends after "
-                f"rollout.group_timeout_s = {longest_s:g} s: raise that one, or wait less"
-            )
-        yield (
-            "episodes are played by workers; rollout actors say where they are in "
-            f"{Path(config.run.dir) / DIRECTORY} (docs/agents.md)"
-        )
+def _outside_notes(config: Config, task: Task) -> Iterator[str]:
+    """Say what a task says whose episodes are played from outside. Raises TaskError, SetupError."""
+    if isinstance(task, HasPlayers):
+        yield from task.notes(config)
 
 
 class _Letters:
@@ -219,7 +204,7 @@ def _check_warm_start(config: Config, task: Task) -> None:
     """Check what is known before the model is made. Raises SetupError."""
     model, letters = "a warm-started model", _Letters()
     warm_start = needed("warm_start", "`model.warm_start`")
-    list(served_notes(config, task))
+    list(_outside_notes(config, task))
     sample = _sample(config, task)
     for place, problem in sample.items():
         if why := warm_start.unfit(problem):

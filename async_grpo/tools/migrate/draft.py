@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.config.docs import settings
-from async_grpo.config.peers import PEERS
+from async_grpo.tools.migrate.names import PEERS
 from async_grpo.tools.migrate.rules import Peer, Untranslatable, spoken
 from async_grpo.tools.migrate.source import Source
 

@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 from async_grpo.config.docs import settings, show
-from async_grpo.config.peer_answers import answer
-from async_grpo.config.peers import PEERS
+from async_grpo.tools.migrate.answers import answer
+from async_grpo.tools.migrate.names import PEERS
 from async_grpo.tools.migrate.source import Source
 
 

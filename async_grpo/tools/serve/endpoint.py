@@ -19,14 +19,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TextIO
 
+from async_grpo.agents.endpoint.player import ServedPlayer
+from async_grpo.agents.endpoint.served import ServedEpisode
+from async_grpo.agents.served import ServedTask
 from async_grpo.config.schema import Config
-from async_grpo.environments.base import Observation
+from async_grpo.environments.base import HasPlayers, Observation
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.environments.served import is_served
 from async_grpo.observe.console.console import Console
 from async_grpo.rollout.actor import RolloutActor
-from async_grpo.rollout.endpoint.player import ServedPlayer
-from async_grpo.rollout.endpoint.served import ServedEpisode
 from async_grpo.rollout.engine import Sampling
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem
@@ -49,7 +49,7 @@ async def _served(config: Config, console: Console, *, episodes: int, file: Text
     failed = 0
     async with actor_alone(config, console, name="serve") as actor:
         words = actor.parts.tokenizer.decode
-        playing = _problems if is_served(actor.parts.task) else _by_hand
+        playing = _problems if isinstance(actor.parts.task, HasPlayers) else _by_hand
         async for shown in playing(config, console, actor, episodes):
             failed += shown.failed is not None
             console.info(*shown.lines(words))
@@ -77,7 +77,7 @@ async def _by_hand(
     assert actor.parts.players is not None
     room = f"{config.rollout.response_length} sampled tokens (rollout.response_length)"
     hand = _Hand(console, f"it ends after {config.rollout.max_turns} turns, or {room}")
-    player = await actor.parts.players.served(hand, actor.parts.task)
+    player = await actor.parts.players.outside(ServedTask.players).served(hand, actor.parts.task)
     problem, number = Problem("", {}), 0
     with hand.listening():
         while not hand.stopped:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.agents.endpoint.served import ServedEpisode, ServedTurn
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import SessionRow
 from async_grpo.runtime.text import counted, shortened

@@ -17,10 +17,10 @@ from anthropic import AsyncAnthropic, AuthenticationError, BadRequestError
 from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIBadRequestError
 
+from async_grpo.agents.endpoint.messages_api import _blocks
+from async_grpo.agents.endpoint.served import ServedEpisode
+from async_grpo.agents.endpoint.server import Endpoint, _json
 from async_grpo.config.endpoint import EndpointConfig
-from async_grpo.rollout.endpoint.messages_api import _blocks
-from async_grpo.rollout.endpoint.served import ServedEpisode
-from async_grpo.rollout.endpoint.server import Endpoint, _json
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 

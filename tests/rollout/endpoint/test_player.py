@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from async_grpo.agents.program import Program
+from async_grpo.agents.program_process import KEPT, _Pipes
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.environments.program import Program
-from async_grpo.environments.program_process import KEPT, _Pipes
 from async_grpo.rollout.engine import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.tasks.base import TaskError

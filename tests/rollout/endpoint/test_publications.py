@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from async_grpo.agents.endpoint.served import ServedEpisode
+from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.schema import Config
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.endpoint.served import ServedEpisode
-from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import Session

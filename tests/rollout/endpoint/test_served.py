@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, parse
+from async_grpo.agents.endpoint.served import OWED_S, Reply, ServedEpisode
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import Message, PlainFormat, Said
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, parse
-from async_grpo.rollout.endpoint.served import OWED_S, Reply, ServedEpisode
 from async_grpo.rollout.engine import EngineError
 from async_grpo.rollout.episodes import as_rows
 from tests.support.scripted_policy import Letters
@@ -253,7 +253,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Stop the clock of episodes; what is returned moves it by seconds."""
     now = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("async_grpo.rollout.endpoint.served.time", clock)
+    monkeypatch.setattr("async_grpo.agents.endpoint.served.time", clock)
 
     def wait(seconds: float) -> None:
         now[0] += seconds

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
+from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.endpoint import EndpointConfig
-from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import EngineError
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
@@ -337,7 +337,7 @@ async def test_nothing_of_a_request_is_logged(
             raise ValueError("what a secret")
 
         with monkeypatch.context() as patch:
-            patch.setattr("async_grpo.rollout.endpoint.replies.completion", fails)
+            patch.setattr("async_grpo.agents.endpoint.replies.completion", fails)
             reply = await one.post(body_of(messages=said))
         assert reply.status_code == 500 and "ValueError" in reply.json()["error"]["message"]
         assert one.counts["requests_500"] == 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from async_grpo.agents.endpoint.messages import RequestError, parse
+from async_grpo.agents.endpoint.served import Reply, ServedEpisode
 from async_grpo.rollout.chat_format import Message, TemplateFormat
-from async_grpo.rollout.endpoint.messages import RequestError, parse
-from async_grpo.rollout.endpoint.served import Reply, ServedEpisode
 from tests.support.chat_templates import TEMPLATES, tokenizer_of
 from tests.support.served_episodes import Policy, served
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from async_grpo.agents.endpoint.messages import parse
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.config.schema import Config
 from async_grpo.rollout.chat_format import Message
-from async_grpo.rollout.endpoint.messages import parse
 from async_grpo.rollout.episodes import Episode, as_rows
 from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import Group, decode_meta, encode_group

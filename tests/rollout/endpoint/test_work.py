@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
+from async_grpo.agents.endpoint.player import ServedPlayer
+from async_grpo.agents.endpoint.server import Endpoint
+from async_grpo.agents.endpoint.work import Work, WorkHost, announce
+from async_grpo.agents.external import External
 from async_grpo.config.schema import Config
-from async_grpo.environments.external import External
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError
-from async_grpo.rollout.endpoint.player import ServedPlayer
-from async_grpo.rollout.endpoint.server import Endpoint
-from async_grpo.rollout.endpoint.work import Work, WorkHost, announce
 from async_grpo.rollout.engine import EngineError, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.run.preflight.model import served_notes

@@ -26,11 +26,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from async_grpo.agents.endpoint.forks import KnownConversation, why
+from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, after, said
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import ChatFormat, Message, Said
-from async_grpo.rollout.endpoint.forks import KnownConversation, why
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, after, said
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, turn_room
 

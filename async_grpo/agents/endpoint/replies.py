@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError
-from async_grpo.rollout.endpoint.served import Reply
+from async_grpo.agents.endpoint.messages import ChatRequest, RequestError
+from async_grpo.agents.endpoint.served import Reply
 
 
 def completion(

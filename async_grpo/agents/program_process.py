@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.environments.fork_server import KEY, LARGEST
+from async_grpo.agents.fork_server import KEY, LARGEST
 from async_grpo.environments.guard import adopt
 
 KEPT = 64 * 1024

@@ -36,15 +36,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from async_grpo.agents.endpoint import replies
+from async_grpo.agents.endpoint.dialects import CHAT, Dialect
+from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, hasher, parse, read
+from async_grpo.agents.endpoint.messages_api import MESSAGES
+from async_grpo.agents.endpoint.responses_api import RESPONSES
+from async_grpo.agents.endpoint.served import ServedEpisode, ServedTurn
+from async_grpo.agents.endpoint.work import Work
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.rollout.endpoint import replies
-from async_grpo.rollout.endpoint.dialects import CHAT, Dialect
-from async_grpo.rollout.endpoint.messages import ChatRequest, RequestError, hasher, parse, read
-from async_grpo.rollout.endpoint.messages_api import MESSAGES
-from async_grpo.rollout.endpoint.responses_api import RESPONSES
-from async_grpo.rollout.endpoint.served import ServedEpisode, ServedTurn
-from async_grpo.rollout.endpoint.work import Work
 from async_grpo.rollout.engine import EngineError
 
 START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.rollout.endpoint import replies
-from async_grpo.rollout.endpoint.messages import DECIDED, ChatRequest, RequestError
+from async_grpo.agents.endpoint import replies
+from async_grpo.agents.endpoint.messages import DECIDED, ChatRequest, RequestError
 
 Body = dict[str, Any]
 EXTRA = ("prompt_token_ids", "weights", "forked")

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from async_grpo.agents.endpoint.messages import ChatRequest
 from async_grpo.rollout.chat_format import Message
-from async_grpo.rollout.endpoint.messages import ChatRequest
 
 
 @dataclass(frozen=True)

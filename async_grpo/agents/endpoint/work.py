@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from async_grpo.agents.endpoint.messages import RequestError
+from async_grpo.agents.external import DIRECTORY, External
+from async_grpo.agents.served import result_of, told
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.environments.base import Observation, check_observation
-from async_grpo.environments.external import DIRECTORY, External
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.environments.served import result_of, told
-from async_grpo.rollout.endpoint.messages import RequestError
 
 LONGEST_WAIT_S = 60.0
 """A request for work is answered after this, with or without some."""

@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from async_grpo.agents.endpoint.messages import RequestError
+from async_grpo.agents.endpoint.served import ServedEpisode
+from async_grpo.agents.endpoint.server import Endpoint
+from async_grpo.agents.program_process import sweep
 from async_grpo.config.schema import Config
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.environments.program_process import sweep
 from async_grpo.rollout.chat_format import ChatFormat, Message
-from async_grpo.rollout.endpoint.messages import RequestError
-from async_grpo.rollout.endpoint.served import ServedEpisode
-from async_grpo.rollout.endpoint.server import Endpoint
 from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay
 from async_grpo.rollout.session import Session

@@ -17,16 +17,17 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from async_grpo.agents.fork_server import KEY
+from async_grpo.agents.program_process import KEPT, Launcher, ProgramProcess
+from async_grpo.agents.served import ServedOptions, ServedTask, result_of, told
 from async_grpo.config import schema
 from async_grpo.environments.base import Action, Observation
-from async_grpo.environments.fork_server import KEY
-from async_grpo.environments.program_process import KEPT, Launcher, ProgramProcess
-from async_grpo.environments.served import ServedOptions, ServedTask, result_of, told
 from async_grpo.tasks.base import TaskError, parse_options
 
 
@@ -77,6 +78,11 @@ class Program(ServedTask):
             preload=options.preload,
             most=round(options.output_mb * 2**20),
         )
+
+    def notes(self, config: schema.Config) -> Iterator[str]:
+        """Say nothing, but check that it can be begun. Raises TaskError."""
+        self.check(config.environment.reset_timeout_s)
+        yield from ()
 
     def check(self, timeout_s: float) -> None:
         """Find what is begun, and import what is preloaded. Raises TaskError."""

@@ -5,13 +5,16 @@ Runs in: the driver and rollout actors. Hides nothing; `rollout.endpoint.work` h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from async_grpo.agents.served import ServedOptions, ServedTask
 from async_grpo.config import schema
 from async_grpo.environments.base import Action, Observation
-from async_grpo.environments.served import ServedOptions, ServedTask
+from async_grpo.errors import SetupError
 from async_grpo.tasks.base import parse_options
 
 DIRECTORY = "workers"
@@ -37,6 +40,19 @@ class External(ServedTask):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         self.options = parse_options(ExternalOptions, settings)
         super().__init__(settings, self.options, seed)
+
+    def notes(self, config: schema.Config) -> Iterator[str]:
+        """Say where workers find the run. Raises SetupError."""
+        wait_s, longest_s = self.options.wait_s, config.rollout.longest_group_s
+        if wait_s >= longest_s:
+            raise SetupError(
+                f"task.options.wait_s is {wait_s:g} s, and a group ends after "
+                f"rollout.group_timeout_s = {longest_s:g} s: raise that one, or wait less"
+            )
+        yield (
+            "episodes are played by workers; rollout actors say where they are in "
+            f"{Path(config.run.dir) / DIRECTORY} (docs/agents.md)"
+        )
 
     def environment(self) -> Elsewhere:
         """Return what stands for a worker where environments are described."""

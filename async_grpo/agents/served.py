@@ -6,7 +6,8 @@ player is told of one is its prompt, its reference and the seed of its group.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from collections.abc import Iterator
+from typing import Any
 
 from pydantic import Field
 
@@ -31,6 +32,8 @@ class ServedOptions(Section):
 
 class ServedTask:
     """Problems of another task; see `Task`. What plays an episode is its heirs' `environment`."""
+
+    players = "async_grpo.agents.players:ServedPlayers"
 
     def __init__(self, settings: schema.TaskConfig, options: ServedOptions, seed: int) -> None:
         from async_grpo.tasks.registry import BUILT_IN, create_task
@@ -60,10 +63,9 @@ class ServedTask:
         """Held-out problems; see `Task.evaluation`."""
         return [_for_player(problem) for problem in self._task.evaluation(n)]
 
-
-def is_served(task: object) -> TypeGuard[ServedTask]:
-    """Whether a task's episodes are played over HTTP."""
-    return isinstance(task, ServedTask)
+    def notes(self, config: schema.Config) -> Iterator[str]:
+        """Say nothing; see `HasPlayers.notes`."""
+        yield from ()
 
 
 def told(reference: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from async_grpo.rollout.endpoint.dialects import (
+from async_grpo.agents.endpoint.dialects import (
     Body,
     Dialect,
     call,
@@ -20,7 +20,7 @@ from async_grpo.rollout.endpoint.dialects import (
     passed,
     text_of,
 )
-from async_grpo.rollout.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
+from async_grpo.agents.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
 
 _SAME = {
     "model": "model",
