@@ -12,7 +12,10 @@ of them, and neither torch, Ray nor vLLM:
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from async_grpo.old_names import OldNames
 
 if TYPE_CHECKING:
     from async_grpo.algo.catalog import (
@@ -41,6 +44,7 @@ __all__ = [
     "register_policy_loss",
     "register_reward_shaping",
 ]
+sys.meta_path.insert(0, OldNames())
 _HOMES = {
     "algo.catalog": "register_estimator register_group_filter register_importance "
     "register_policy_loss register_reward_shaping",

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 from async_grpo.config.command_line import Parser
 from async_grpo.errors import EXIT_MEANING, RunError
@@ -42,16 +43,25 @@ VERBS = {
     "doctor": ("async_grpo.tools.doctor", "say what this machine has, and what is missing"),
 }
 """Verb -> the module that has it, and what it does."""
-_TRAINING = ("train", "retrain")
-"""Their last line names the exit code, because `ray job` reports success or failure alone."""
+_TRAINING = (["train"], ["retrain"])
 _CANNOT_BE_FINALISED = ("eval", "serve")
 """vLLM's client cannot be finalised by an interpreter that ends."""
 
 
-def script() -> None:
+def script() -> NoReturn:
     """Run the command line of this process, and end it."""
-    code = main()
-    if any(verb in sys.argv[1:2] for verb in _CANNOT_BE_FINALISED):
+    if sys.argv[1:2] in _TRAINING:
+        stop_early()  # what follows takes a second to import
+    _exit(main(), "".join(sys.argv[1:2]))
+
+
+def old_command(old: str, verb: str, words: Sequence[str]) -> NoReturn:
+    """Do what a command of before says, say the new one, and end the process."""
+    _exit(old_spelling(old, verb, words), verb)
+
+
+def _exit(code: int, verb: str) -> NoReturn:
+    if verb in _CANNOT_BE_FINALISED:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -76,8 +86,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def run_verb(verb: str, words: Sequence[str]) -> int:
     """Do what a verb does; return the exit code, whatever happens."""
-    if verb in _TRAINING and "-h" not in words and "--help" not in words:
-        stop_early()  # what follows takes a second to import
     name, _ = VERBS[verb]
     try:
         home = importlib.import_module(name)

@@ -24,6 +24,6 @@ if __name__ == "__main__":
         len(os.sched_getaffinity(0))
     )  # before anything reads it; the engine inherits it
     placement._deal_cores = all_cores
-    from async_grpo.run.command import main
+    from async_grpo.cli import main
 
     sys.exit(main())

@@ -387,7 +387,7 @@ def tensor_parallel(check: Check) -> dict[str, Any]:
     done = check.command(
         "tensor_parallel",
         [
-            *(sys.executable, "-m", "async_grpo.tools.evaluate", str(source), "--json"),
+            *(sys.executable, "-m", "async_grpo", "eval", str(source), "--json"),
             f"cluster.engine.tensor_parallel_size={size}",
             f"cluster.device={check.device}",
         ],

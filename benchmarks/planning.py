@@ -22,7 +22,7 @@ from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.tools.predict.advice import predict
-from async_grpo.tools.predict.command import simulated_figures, workload
+from async_grpo.tools.predict.plan import simulated_figures, workload
 from benchmarks.machine import machine
 from benchmarks.rows import append, read_rows
 from benchmarks.tables import aim, write_docs

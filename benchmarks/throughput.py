@@ -3,7 +3,7 @@
 
     generation   bare vLLM on the run's requests, its engine always full, nothing else on the
                  machine
-    learner      the learner alone, on the batches that a run recorded (`async_grpo.run --replay`)
+    learner      the learner alone, on the batches that a run recorded (`async-grpo retrain`)
     system       whole runs with `replay.max_staleness` 0, 1, 2 and 4
     both         the synchronous baseline as it is at its best: `max_staleness` 0, and both cores
                  for whoever is at work

@@ -12,8 +12,8 @@ import pytest
 
 from async_grpo.config.docs import settings
 from async_grpo.config.recipes import recipes
-from async_grpo.run.command import main
 from tests.support.models import write_model
+from tests.support.verbs import check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -47,7 +47,7 @@ def test_the_example_of_ones_own_model_and_rows_passes_a_dry_run(
     told["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(told))
     monkeypatch.chdir(tmp_path)
-    assert main(["own.yaml", f"model.path={model}", "--dry-run"]) == 0
+    assert check(["own.yaml", f"model.path={model}"]) == 0
     said = capsys.readouterr().out
     assert "16 groups x 8 responses" in said and not (tmp_path / "runs").exists()
 

@@ -206,9 +206,9 @@ def test_the_console_script_finds_modules_of_the_working_directory(tmp_path: Pat
     (tmp_path / "mine.py").write_text(
         "from async_grpo.tasks.arithmetic import Arithmetic\nclass Mine(Arithmetic): ...\n"
     )
-    start = "import sys; from async_grpo.run.command import main; sys.exit(main(sys.argv[1:]))"
+    start = "import sys; from async_grpo.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(  # -P: the working directory is not on the path, as for a console script
-        [sys.executable, "-P", "-c", start, "quickstart", "--dry-run", "task.name=mine:Mine"],
+        [sys.executable, "-P", "-c", start, "check", "quickstart", "task.name=mine:Mine"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(PAGE.parents[1])},
         capture_output=True,

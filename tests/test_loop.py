@@ -21,9 +21,10 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.run.command import _explained, main, summarise
+from async_grpo.run.ending import explained
 from async_grpo.run.loop import Loop
 from async_grpo.run.planning import RowMath
+from async_grpo.run.summary import summarise
 from async_grpo.wire.codec import Batch
 from tests.support.listener import RecordingListener
 from tests.support.loops import (
@@ -36,6 +37,7 @@ from tests.support.loops import (
     finished_trainer,
     row,
 )
+from tests.support.verbs import train
 
 
 def rows_by_update(plans: Sequence[RankPlan]) -> list[list[PlanRow]]:
@@ -516,12 +518,12 @@ def remote(error: BaseException) -> Exception:
 def test_exit_code_and_message_through_layers(
     wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _explained(wrap(SetupError("no room"))) == (2, "no room")
+    assert explained(wrap(SetupError("no room"))) == (2, "no room")
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_deadline_that_says_what_was_waited_for_is_a_stall() -> None:
-    assert _explained(remote(TimeoutError("starting actor-0.0 took longer than 9 s"))) == (
+    assert explained(remote(TimeoutError("starting actor-0.0 took longer than 9 s"))) == (
         5,
         "starting actor-0.0 took longer than 9 s",
     )
@@ -533,7 +535,7 @@ def test_a_deadline_that_says_what_was_waited_for_is_a_stall() -> None:
 def test_an_unexpected_error_shows_its_traceback(
     wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, message = _explained(wrap(KeyError("x")))
+    code, message = explained(wrap(KeyError("x")))
     assert code == 1
     assert "\n" not in message
     assert "KeyError" in capsys.readouterr().err
@@ -584,7 +586,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups, 25% other"
-    assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
+    assert "async-grpo train /runs/r/config.yaml run.total_steps=8 " in text["next"]
     assert (
         "config.yaml run.epochs=6 "
         in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
@@ -611,7 +613,7 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        train(arguments)
     lines = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and re.match(f"error: {says}", lines[0])
     assert lines[1:] == [f"error: exit code 2: {EXIT_MEANING[2]}"]
@@ -620,7 +622,7 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(
 def test_version_and_help_name_what_else_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "--help"):
         with pytest.raises(SystemExit) as ended:
-            main([option])
+            train([option])
         assert ended.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"async_grpo {metadata.version('async_grpo')}" in said

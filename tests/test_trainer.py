@@ -14,11 +14,11 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.run import command as run
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.resume import Course
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
+from tests.support.verbs import train
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path, mo
 def test_a_run_is_refused_rather_than_begun_anew(tmp_path: Path, model: str, capsys) -> None:
     damaged_run(tmp_path / "run", 3)
     (tmp_path / "c.yaml").write_text(dump(trainer(tmp_path / "run", model).config))
-    assert run.main([str(tmp_path / "c.yaml")]) == 2
+    assert train([str(tmp_path / "c.yaml")]) == 2
     said = " ".join("".join(capsys.readouterr()).split())
     assert "the run cannot go on from where it was" in said and "checkpoint.resume=never" in said
     assert not ray.is_initialized()

@@ -23,7 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
-from async_grpo.run import command
+from tests.support.verbs import train
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
 
@@ -113,7 +113,7 @@ def test_the_command_saves_and_evaluates_a_run_that_a_callback_finished(tmp_path
     (tmp_path / "c.yaml").write_text(dump(config))
     seen: list[Any] = []
     with doubles(seen):
-        assert command.main([str(tmp_path / "c.yaml")]) == 0
+        assert train([str(tmp_path / "c.yaml")]) == 0
     assert [one for one in seen if one in (1, 2, 3) or one == ("evaluate", 4)] == [
         1,
         2,
@@ -135,11 +135,11 @@ def test_a_run_that_a_signal_ended_is_finished_and_says_that_it_was_stopped(
     (tmp_path / "c.yaml").write_text(dump(config))
     task = f"task={{name: jsonl, train: {tmp_path}/rows.jsonl}}"
     with doubles([]):
-        assert command.main([str(tmp_path / "c.yaml"), task]) == 0
+        assert train([str(tmp_path / "c.yaml"), task]) == 0
     assert [*told[-2:]] == [("async_grpo.stopped", "on request, after step 2"), "FINISHED"]
     assert capsys.readouterr().out.count("no evaluation") == 1
     with doubles([]):
-        assert command.main([str(tmp_path / "c.yaml"), task, "run.callbacks={}"]) == 0
+        assert train([str(tmp_path / "c.yaml"), task, "run.callbacks={}"]) == 0
     assert [*told[-2:]] == [("async_grpo.stopped", "no"), "FINISHED"], "it went on to its end"
 
 
@@ -150,7 +150,7 @@ def test_an_error_in_a_callback_ends_the_command_or_is_counted(
     config = settings(tmp_path, callbacks={ASKED: {"what": "breaks"}}, on_callback_error=on_error)
     (tmp_path / "c.yaml").write_text(dump(config))
     with doubles([]):
-        code = command.main([str(tmp_path / "c.yaml")])
+        code = train([str(tmp_path / "c.yaml")])
     said = capsys.readouterr().out
     assert f"callback {ASKED} raised in on_step: KeyError: 'no such metric'" in said
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -167,7 +167,7 @@ def test_a_callback_that_cannot_be_made_is_said_before_anything_starts(
 ) -> None:
     (tmp_path / "c.yaml").write_text(dump(settings(tmp_path, callbacks={"early_stop": {}})))
     with doubles([]):
-        assert command.main([str(tmp_path / "c.yaml")]) == 2
+        assert train([str(tmp_path / "c.yaml")]) == 2
     assert "there is no callback early_stop; use early_stopping or" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 

@@ -266,8 +266,8 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     if near:
         ours = peers.get(near[0]) or " or ".join(by_leaf[near[0]][:3]).replace(" or ", "` or `")
         return f"Did you mean `{ours}`?"
-    known = ", ".join(name.rpartition(".")[2] for name in siblings)
-    return f"The keys of `{parent}` are {known}." if parent else f"The sections are {known}."
+    keys = ", ".join(name.rpartition(".")[2] for name in siblings)
+    return f"The keys of `{parent}` are {keys}." if parent else f"The sections are {keys}."
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:

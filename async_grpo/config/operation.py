@@ -83,7 +83,7 @@ class Tracking(Section):
     """MLflow experiment."""
     offline_ok: bool = False
     """Begin although MLflow cannot be reached: its run is created when the server answers, or by
-    `python -m async_grpo.report --sync`.
+    `async-grpo report --sync`.
     """
     metrics: Literal["main", "all"] = "main"
     """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 235 charts)."""

@@ -6,8 +6,10 @@ Runs in: the driver. Stays for ever; `cli` has all verbs.
 import sys
 
 from async_grpo import cli
+from async_grpo.runtime.stopping import stop_early
 
 if __name__ == "__main__":
+    stop_early()  # what follows takes a second to import
     words = sys.argv[1:]
     if words == ["--version"]:
         sys.exit(cli.main(words))

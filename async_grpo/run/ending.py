@@ -158,6 +158,6 @@ def _keep_group_ids(trainer, console: Console, error: BaseException, message: st
         )
         return
     console.info(
-        f"their ids are in {path}; look at one with: python -m async_grpo.replay "
+        f"their ids are in {path}; look at one with: async-grpo inspect "
         f"{shlex.quote(str(trainer.run_dir))} --group ID --text"
     )

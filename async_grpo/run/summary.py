@@ -149,16 +149,16 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
 
 def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Say where the results are, and with which commands to go on."""
-    config, tracker, command = trainer.config, trainer.tracker, "python -m async_grpo"
+    config, tracker = trainer.config, trainer.tracker
     run_dir = str(trainer.run_dir)
     rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
     if tracker is not None and tracker.summary is not None:
         rows.append(("MLflow", tracker.summary))
     if config.replay.journal.enable:
         shows = "shows what was generated and trained"
-        rows.append(("groups", f"{command}.replay {shlex.quote(run_dir)} {shows}"))
+        rows.append(("groups", f"async-grpo inspect {shlex.quote(run_dir)} {shows}"))
     again = shlex.quote(f"{run_dir}/config.yaml") + _longer(trainer)
-    rows.append(("next", f"{command}.run {again} continues this run"))
+    rows.append(("next", f"async-grpo train {again} continues this run"))
     return rows
 
 

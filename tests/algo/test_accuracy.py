@@ -145,7 +145,7 @@ def test_mlflow_takes_the_names() -> None:
 
 
 def test_the_summary_is_short() -> None:
-    from async_grpo.run.command import _accuracy
+    from async_grpo.run.summary import _accuracy
 
     def rows(**evaluation: Any) -> dict[str, str]:
         n = evaluation.get("n", 1)

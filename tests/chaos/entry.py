@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import sys
 
+from async_grpo import cli
 from async_grpo.cluster import learner_group, rollout_actors
-from async_grpo.run import command as run
 from async_grpo.run import trainer
 from tests.chaos import watched
 
@@ -29,7 +29,7 @@ def main() -> int:
     rollout_actors.RolloutProcess = watched.WatchedRollout
     learner_group.LearnerProcess = watched.WatchedLearner
     trainer.Trainer = WatchedTrainer
-    return run.main(sys.argv[1:])
+    return cli.main(["train", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import ray
 from async_grpo.cluster.deaths import is_death, told
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
-from async_grpo.run.command import _coded
+from async_grpo.run.ending import coded
 from tests.support.mortal import World, run, settings
 
 MEMORY = """1 worker(s) were killed due to the node running low on memory. Memory on the node \
@@ -105,7 +105,7 @@ def is_repeated(call: tuple, kind: str) -> bool:
 def sentence(error: BaseException | None, kind: str) -> str:
     """What the user reads of the end of a run: exit code 4 and one line that names the cause."""
     assert error is not None
-    code, message = _coded(error)
+    code, message = coded(error)
     assert code == 4 and "\n" not in message, (code, message)
     assert ("short of memory (10.0.0.2: 22.40GB used / 23.59GB limit)" in message) == (
         kind == "memory"

@@ -22,10 +22,11 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
-from async_grpo.run.command import _coded, main
+from async_grpo.run.ending import coded
 from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
 from tests.support.models import write_model
+from tests.support.verbs import retrain, train
 
 STEPS, R, K, KILLS = 14, 6, 2, 3
 
@@ -99,7 +100,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
             try:
                 trainer.train()
             except Exception as error:  # noqa: BLE001 - whatever it is, its code is what the test is about
-                told["end"] = _coded(error)
+                told["end"] = coded(error)
     told["history"] = read_history(home / "run" / "journal")
     told["log"] = (home / "log.txt").read_text()
     yield told
@@ -155,11 +156,11 @@ def test_a_learner_alone_repeats_the_recorded_run(story, capfd, change: str, say
     """
     home = story["run"].parent
     assert (
-        main(
+        retrain(
             [
-                str(home / "cfg.yaml"),
-                "--replay",
                 str(story["run"]),
+                "--config",
+                str(home / "cfg.yaml"),
                 f"run.dir={home / change}",
                 change,
             ]
@@ -172,13 +173,16 @@ def test_a_learner_alone_repeats_the_recorded_run(story, capfd, change: str, say
 def test_a_replay_that_cannot_be_is_refused_in_a_sentence(story, capfd):
     home = story["run"].parent
     for arguments, says in (
-        (["--replay", str(story["run"])], "set run.dir to another directory"),
-        (["--replay", str(home), f"run.dir={home / 'x'}"], "has no journal"),
+        ([story["run"], f"run.dir={story['run']}"], "set run.dir to another directory"),
+        ([home, f"run.dir={home / 'x'}"], "has no journal"),
         (
-            ["--replay", str(story["run"]), "--after", "3", f"run.dir={home / 'x'}"],
+            [story["run"], "--after", "3", f"run.dir={home / 'x'}"],
             "the checkpoints to begin with are: none",
         ),
-        (["--after", "3"], "--after needs --replay RUN_DIR"),
     ):
-        assert main([str(home / "cfg.yaml"), *arguments]) == 2
+        words = [str(word) for word in arguments]
+        assert retrain([*words, "--config", str(home / "cfg.yaml")]) == 2
         assert says in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        train([str(home / "cfg.yaml"), "--after", "3"])
+    assert "--after is no option" in capfd.readouterr().err

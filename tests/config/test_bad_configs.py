@@ -23,7 +23,7 @@ from async_grpo.config import yaml12
 from async_grpo.config.docs import Setting, settings
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.errors import EXIT_MEANING
-from async_grpo.run import command as run
+from tests.support.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20310203
@@ -218,7 +218,7 @@ def test_the_command_ends_with_exit_code_2(
         [path] = command(mutant, tmp_path, number)
         if message_of(mutant, path) is None:
             continue
-        assert run.main([path]) == 2, mutant
+        assert train([path]) == 2, mutant
         check_output("".join(capsys.readouterr()), str(mutant))
 
 

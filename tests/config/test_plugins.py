@@ -13,7 +13,7 @@ import pytest
 from async_grpo.algo import catalog
 from async_grpo.config import plugins
 from async_grpo.config.load import ConfigError, dump, load_config
-from async_grpo.run import command as run
+from tests.support.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = """\
@@ -200,7 +200,7 @@ def test_a_wrong_option_ends_the_command_with_exit_code_2(
         "run: {total_steps: 3}\nmodel: {warm_start: {}}\nalgorithm:\n  plugins: [mine]\n"
         "  policy_loss: my_loss\n  options:\n    my_loss:\n      alpha: much\n"
     )
-    assert run.main([str(tmp_path / "c.yaml")]) == 2
+    assert train([str(tmp_path / "c.yaml")]) == 2
     assert "c.yaml, line 8: `algorithm.options.my_loss.alpha`" in capsys.readouterr().out
 
 

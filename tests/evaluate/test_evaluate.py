@@ -16,13 +16,14 @@ from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
+from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.preflight.model import positions
 from async_grpo.tasks.verifier import VerifierError
-from async_grpo.tools.evaluate import command
-from async_grpo.tools.evaluate.alone import CHAT_TOKENS
-from async_grpo.tools.evaluate.command import evaluate, rows, settings
+from async_grpo.tools.evaluate.accuracy import evaluate, rows
+from async_grpo.tools.evaluate.alone import CHAT_TOKENS, settings
+from tests.support import verbs
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ def test_held_out_problems_are_looked_at_without_training_data(
     async def answered(config: Config, total: int, console: Console) -> dict[str, float]:
         return {"total": total}
 
-    monkeypatch.setattr("async_grpo.tools.evaluate.command._answered", answered)
+    monkeypatch.setattr("async_grpo.tools.evaluate.accuracy._answered", answered)
     found = evaluate(settings(model, task=task, overrides=asked), Console())
     assert found == {"total": len(ROWS) - 2}
 
@@ -172,20 +173,20 @@ def test_what_ends_an_evaluation_is_a_sentence_and_a_code(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def ends(error: Exception) -> tuple[int, str]:
-        def evaluate(*_: object) -> None:
+        async def start(*_: object, **__: object) -> None:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(command, "evaluate", evaluate)
-            code = command.main([str(run_dir)])
-        return code, capfd.readouterr().out
+            patch.setattr(RolloutActor, "start", start)
+            code = verbs.evaluate([str(run_dir)])
+        return code, capfd.readouterr().err
 
     code, said = ends(EngineError("the engine is gone"))
-    assert code == 4 and "error: the engine is gone" in said and "error: exit code 4: " in said
+    assert code == 4 and "error: the engine is gone" in said
     assert ends(VerifierError("it hangs"))[0] == 4
     assert ends(SetupError("no rows"))[0] == 2
     code, said = ends(KeyError("a bug"))
     assert code == 1 and "exit code 1: an unexpected error" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([str(run_dir), "cluster.device=cuda"]) == 2
+    assert verbs.evaluate([str(run_dir), "cluster.device=cuda"]) == 2
     assert "this machine has no GPU: say cluster.device=auto" in capfd.readouterr().out

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from async_grpo.run.checkpoint import directory as checkpoint
-from async_grpo.tools.export import main
 from tests.support.models import write_model
+from tests.support.verbs import export
 
 
 def saved(run_dir: Path, step: int, *, adapter: bool = False) -> Path:
@@ -28,7 +28,7 @@ def test_the_newest_checkpoint_of_a_run_loads_by_itself(tmp_path, capsys) -> Non
     saved(tmp_path / "run", 1)
     newest, out = saved(tmp_path / "run", 2), tmp_path / "new" / "model"
     capsys.readouterr()
-    assert main([str(tmp_path / "run"), str(out)]) == 0
+    assert export([str(tmp_path / "run"), str(out)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("model of step 2: ") and f"from_pretrained('{out}')" in said
     files = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -40,10 +40,10 @@ def test_the_newest_checkpoint_of_a_run_loads_by_itself(tmp_path, capsys) -> Non
 
 def test_adapters_alone_or_merged(tmp_path, capsys) -> None:
     path = saved(tmp_path, 3, adapter=True)
-    assert main([str(path), str(tmp_path / "alone")]) == 0
+    assert export([str(path), str(tmp_path / "alone")]) == 0
     assert [one.name for one in (tmp_path / "alone").iterdir()] == ["adapter_config.json"]
     assert "adapters of step 3" in capsys.readouterr().out
-    assert main([str(path), str(tmp_path / "merged"), "--merge-lora"]) == 0
+    assert export([str(path), str(tmp_path / "merged"), "--merge-lora"]) == 0
     names = {one.name for one in (tmp_path / "merged").iterdir()}
     assert "config.json" in names and "adapter" not in names
 
@@ -63,14 +63,14 @@ def test_what_is_refused_leaves_nothing(tmp_path, capsys, spoil, sentence) -> No
     spoil(path, out)
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
-    assert main([str(path), str(out)]) == 2
+    assert export([str(path), str(out)]) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_there_is_nothing_to_merge(tmp_path, capsys) -> None:
-    assert main([str(saved(tmp_path, 1)), str(tmp_path / "out"), "--merge-lora"]) == 2
+    assert export([str(saved(tmp_path, 1)), str(tmp_path / "out"), "--merge-lora"]) == 2
     assert "no adapters to merge" in capsys.readouterr().err
 
 
@@ -80,6 +80,6 @@ def test_a_checkpoint_by_another_name_into_the_current_directory(
     aside = saved(tmp_path / "run", 4).rename(tmp_path / "best")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main([str(aside), "."]) == 0
+    assert export([str(aside), "."]) == 0
     assert "model of step 4" in capsys.readouterr().out
     assert (tmp_path / "here" / "config.json").is_file()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from async_grpo.config.docs import settings as schema
 from async_grpo.config.load import load_config
 from async_grpo.config.unused import value_of
-from async_grpo.tools.migrate.command import main, migrate
+from async_grpo.tools.migrate.command import migrate
 from async_grpo.tools.migrate.draft import walk
 from async_grpo.tools.migrate.interpolation import resolve_all
 from async_grpo.tools.migrate.names import PEERS
@@ -25,6 +25,7 @@ from async_grpo.tools.migrate.page import page
 from async_grpo.tools.migrate.peers import PEER_TABLES
 from async_grpo.tools.migrate.settle import settle
 from async_grpo.tools.migrate.source import Source, read_source
+from tests.support import verbs
 from tests.support.migrated import unnamed
 
 FILES = Path(__file__).parent / "files"
@@ -264,7 +265,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the command writes of every file."""
     home = tmp_path_factory.mktemp("migrated")
     for name in NAMES:
-        assert main([str(FILES / name), "-o", str(home / f"{name}.yaml")]) == 0
+        assert verbs.migrate([str(FILES / name), "-o", str(home / f"{name}.yaml")]) == 0
     return {name: home / f"{name}.yaml" for name in NAMES}
 
 
@@ -275,7 +276,7 @@ def test_keys_become_what_they_mean(name: str, written: dict[str, Path]) -> None
 
 
 def test_the_command_prints_what_it_would_write(written: dict[str, Path]) -> None:
-    command = [sys.executable, "-m", "async_grpo.tools.migrate", str(FILES / "prime_rl.toml")]
+    command = [sys.executable, "-m", "async_grpo", "migrate", str(FILES / "prime_rl.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, written["prime_rl.toml"].read_text())
     assert done.stderr.startswith("prime-rl: ") and done.stderr.count("\n") == 1

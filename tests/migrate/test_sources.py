@@ -13,10 +13,11 @@ import pytest
 
 from async_grpo.config.recipes import recipes
 from async_grpo.errors import SetupError
-from async_grpo.run.command import main as run
-from async_grpo.tools.migrate.command import main, migrate
+from async_grpo.tools.migrate.command import migrate
 from async_grpo.tools.migrate.command_lines import command_line_of
 from async_grpo.tools.migrate.interpolation import resolve_all
+from tests.support import verbs
+from tests.support.verbs import train
 
 FILES = Path(__file__).parent / "files"
 NAMES = sorted(path.name for path in FILES.iterdir())
@@ -94,11 +95,11 @@ def test_a_run_of_their_file_is_told_of_the_command(
     ours = tmp_path / "ours.yaml"
     ours.write_text("run: {total_steps: 2, nam: x}\nmodel: {warm_start: {}}\n")
     for path, name in ((FILES / "verl_grpo.yaml", "verl"), (FILES / "prime_rl.toml", "prime-rl")):
-        assert run([str(path)]) == 2
+        assert train([str(path)]) == 2
         told = capsys.readouterr()
-        said = f"(The file is of {name}: python -m async_grpo.migrate {path} writes it"
+        said = f"(The file is of {name}: async-grpo migrate {path} writes it"
         assert said in told.out + told.err
-    assert run([str(ours)]) == 2
+    assert train([str(ours)]) == 2
     told = capsys.readouterr()
     assert "`run.nam` is not a setting" in told.out + told.err
     assert "migrate" not in told.out + told.err
@@ -106,7 +107,7 @@ def test_a_run_of_their_file_is_told_of_the_command(
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What the command says when it refuses: one line."""
-    assert main(arguments) == 2
+    assert verbs.migrate(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and len(err) < 600
     return err
@@ -262,7 +263,7 @@ def test_what_a_script_says_apart_from_its_command_is_in_the_file(
         'python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8 "${DATA[@]}" '
         "~trainer.save_freq=5 surplus\n"
     )
-    assert main([str(script)]) == 0
+    assert verbs.migrate([str(script)]) == 0
     out, err = capsys.readouterr()
     assert "rollout_batch_size: 64  # data.train_batch_size" in out
     assert "response_length: 4096  # data.max_response_length" in out

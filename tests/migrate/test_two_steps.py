@@ -10,9 +10,9 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
-from async_grpo.tools.migrate.command import main
 from tests.support.models import write_model
 from tests.support.recorded_steps import two_steps
+from tests.support.verbs import migrate
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
 GROUPS = 2
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def small(file: Path, model: str, tmp_path: Path) -> Config:
     """The migrated file with another model, sizes and devices."""
     out = tmp_path / "ours.yaml"
-    assert main([str(file), "-o", str(out)]) == 0
+    assert migrate([str(file), "-o", str(out)]) == 0
     config = load_config(out)
     changes = {
         "run.dir": tmp_path,

@@ -18,8 +18,8 @@ from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.progress import WINDOW_S, Progress
 from async_grpo.run.checkpoint.resume import first_evaluation
-from async_grpo.run.command import summarise
 from async_grpo.run.loop import Loop
+from async_grpo.run.summary import summarise
 from async_grpo.runtime.text import duration
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
 from async_grpo.tools.report.data import read_run

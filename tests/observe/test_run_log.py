@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from async_grpo.observe.console.console import Console
 from async_grpo.run.checkpoint import directory as checkpoint
-from async_grpo.run.command import described
 from async_grpo.run.run_log import RunLog
+from async_grpo.run.summary import described
 
 STEP = {"train/loss": 1.0, "time/step": 1.0}
 

@@ -25,8 +25,9 @@ from async_grpo.observe.console.panel import _headline, panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
 from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
-from async_grpo.run.command import _next_steps
+from async_grpo.run.summary import _next_steps
 from async_grpo.tools import status
+from tests.support import verbs
 
 
 class Clock:
@@ -180,7 +181,7 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
         process.stdout.close()
     assert condition(read_status(tmp_path), now=time.time()).kind == "killed"
     shown = subprocess.run(
-        [sys.executable, "-m", "async_grpo.tools.status", str(tmp_path), "--follow"],
+        [sys.executable, "-m", "async_grpo", "status", str(tmp_path), "--follow"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -198,7 +199,7 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status.main([str(tmp_path / ("a" * 300))]) == 2
+    assert verbs.status([str(tmp_path / ("a" * 300))]) == 2
     assert "cannot be read: File name too long" in capsys.readouterr().err
 
 
@@ -215,7 +216,7 @@ def test_of_a_directory_of_runs_the_newest_is_shown(tmp_path: Path) -> None:
 def test_the_command_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status.main([str(tmp_path)]) == 2
+    assert verbs.status([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
     (tmp_path / STATUS).write_text('{"format": 99}')
     with pytest.raises(SetupError, match="not of this version"):
@@ -227,10 +228,10 @@ def test_the_end_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = StatusFile(tmp_path, progress, run="mine")
     progress.end(3, "no learning signal is left")
     file.close()
-    assert status.main([str(tmp_path), "--json"]) == 0
+    assert verbs.status([str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["condition"], told["exit_code"], told["pid"]) == ("ended", 3, os.getpid())
-    assert status.main([str(tmp_path)]) == 0
+    assert verbs.status([str(tmp_path)]) == 0
     assert "exit code 3: no learning signal is left" in capsys.readouterr().out
 
 

@@ -35,7 +35,8 @@ from async_grpo.observe.tracking.tracker import (
     write_code_state,
 )
 from async_grpo.runtime import provenance
-from async_grpo.tools.report import command as report
+from async_grpo.tools.report.sync import sync
+from tests.support import verbs
 from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
 from tests.support.models import write_model
 
@@ -227,7 +228,7 @@ os.kill(os.getpid(), 9)
     killed = done.stdout.strip()
     assert _status(uri, killed) == "RUNNING"
     copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-    assert report.sync(copy)[-1] == f"MLflow run {killed} at {uri} is complete: KILLED"
+    assert sync(copy)[-1] == f"MLflow run {killed} at {uri} is complete: KILLED"
     assert _status(uri, killed) == "KILLED" and len(_history(uri, killed)) == 2
     MlflowClient(uri).update_run(killed, status="RUNNING")
     tracker = _tracker(tmp_path, uri=uri)
@@ -331,7 +332,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "mlflow"]
     [row] = _rows(tmp_path)
     assert set(row) == {"step", "time", "a"}
     assert _rows(tmp_path, "samples.jsonl") == [{"prompt": "p"}]
-    assert report.main(["--sync", str(tmp_path)]) == 2
+    assert verbs.report(["--sync", str(tmp_path)]) == 2
 
 
 # ---- servers
@@ -431,13 +432,13 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         assert "2 rows of metrics.jsonl are not sent (" in notes[-1] and notes[-1].endswith(
             f"async_grpo.tools.report --sync {tmp_path}"
         )
-        assert report.main(["--sync", str(tmp_path)]) == 2
+        assert verbs.report(["--sync", str(tmp_path)]) == 2
         assert "2 rows are left" in capsys.readouterr().err
     finally:
         server.answer_again()
         patience(60)
     before = (tmp_path / STATE).read_text()
-    assert report.main(["--sync", str(tmp_path)]) == 0
+    assert verbs.report(["--sync", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "2 rows sent",
         f"MLflow run {tracker.run_id} at {server.uri} is complete: FAILED",
@@ -447,7 +448,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         server.uri, tracker.run_id
     ) == "FAILED"
     (tmp_path / STATE).write_text(before)  # as if nothing had been acknowledged
-    assert report.main(["--sync", str(tmp_path)]) == 0
+    assert verbs.report(["--sync", str(tmp_path)]) == 0
     assert _history(server.uri, tracker.run_id) == history
     assert {
         artifact.path for artifact in MlflowClient(server.uri).list_artifacts(tracker.run_id)
@@ -499,16 +500,13 @@ def test_a_run_that_began_offline_is_created_by_sync(
     with pytest.raises(TrackingError, match="another process sends"):
         entered.start()
     with pytest.raises(TrackingError, match="another process sends"):
-        report.sync(tmp_path)
+        sync(tmp_path)
     entered.finish("FAILED")
     offline.finish("FINISHED")
     patience(60)
     state = json.loads((tmp_path / STATE).read_text())
     (tmp_path / STATE).write_text(json.dumps([{**entry, "uri": server.uri} for entry in state]))
-    assert [line.split(":")[-1].strip() for line in report.sync(tmp_path)] == [
-        "1 rows sent",
-        "FINISHED",
-    ]
+    assert [line.split(":")[-1].strip() for line in sync(tmp_path)] == ["1 rows sent", "FINISHED"]
     [entry] = json.loads((tmp_path / STATE).read_text())
     from mlflow import MlflowClient
 
@@ -629,7 +627,7 @@ def test_a_full_disk_stops_nothing_and_rows_follow_when_there_is_room(tmp_path: 
 def test_a_damaged_record_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / STATE).write_text('[{"uri"')
-    assert report.main(["--sync", str(tmp_path)]) == 2
+    assert verbs.report(["--sync", str(tmp_path)]) == 2
     assert "move it away" in capsys.readouterr().err
     tracker = _tracker(tmp_path)
     with pytest.raises(TrackingError, match="move it away"):

@@ -11,10 +11,10 @@ import pytest
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.tools.check.dry_run import _speed
-from async_grpo.tools.predict.command import main
 from async_grpo.tools.predict.forecast import PROBE, Forecast, describe, measured_beside
 from async_grpo.tools.predict.workload import CPU_CONTENTION
 from tests.support.plan_case import lines
+from tests.support.verbs import predict
 
 GROUPS = [(20, 30, 10, 40), (25, 25, 35, 15)]
 SETTINGS = ["rollout.rollout_batch_size=7", "rollout.group_size=4", "replay.max_staleness=2"]
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(tmp_path / "a")
     where = [*SETTINGS, f"run.dir={tmp_path / 'b'}"]
-    assert main(["configs/quickstart.yaml", *where]) == 0
+    assert predict(["configs/quickstart.yaml", *where]) == 0
     shown = capsys.readouterr().out
     for word in (str(tmp_path / "a"), "expected", "outstanding", "max_staleness 4", "to change"):
         assert word in shown
@@ -131,7 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "more": ["--actors", "3", "learner.ranks=1"],
     }.items():
         command = ["configs/quickstart.yaml", *where, *extra, "--json"]
-        assert main([*command, "--from", str(tmp_path / "a")]) == 0
+        assert predict([*command, "--from", str(tmp_path / "a")]) == 0
         plain[name] = json.loads(capsys.readouterr().out)
     rates = {name: one["predicted"]["groups_per_s"] for name, one in plain.items()}
     assert rates["lower"] < 0.9 * rates["now"] and rates["slow"] < 0.5 * rates["now"]
@@ -142,7 +142,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(tmp_path / "a")
     command = ["configs/quickstart.yaml", *SETTINGS, "rollout.rollout_batch_size=64"]
-    assert main([*command, "--from", str(tmp_path / "a"), "--simulate", "--json"]) == 0
+    assert predict([*command, "--from", str(tmp_path / "a"), "--simulate", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"]["groups_per_s"] == pytest.approx(
         found["predicted"]["groups_per_s"], rel=0.1
@@ -162,16 +162,16 @@ def test_a_wrong_measurement_is_refused(
 ) -> None:
     if written is not None:
         (tmp_path / "plan.json").write_text(written)
-    assert main(["configs/quickstart.yaml", "--from", str(tmp_path)]) == 2
+    assert predict(["configs/quickstart.yaml", "--from", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_without_any_measurement_it_says_how_to_get_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["configs/quickstart.yaml", f"run.dir={tmp_path / 'a'}"]) == 2
+    assert predict(["configs/quickstart.yaml", f"run.dir={tmp_path / 'a'}"]) == 2
     assert "train 30 steps" in capsys.readouterr().err
-    assert main(["configs/quickstart.yaml", "replay.max_stalenes=2"]) == 2
+    assert predict(["configs/quickstart.yaml", "replay.max_stalenes=2"]) == 2
     assert "max_staleness" in capsys.readouterr().err
 
 

@@ -537,7 +537,7 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
         "stop_requested=False, steps_done=0, abandon=lambda: None,\n"
         "    system=SimpleNamespace(scene=Scene, event_loop=loop), "
         "config=SimpleNamespace(watchdog=off, evaluation=SimpleNamespace(before=False)))\n"
-        "run._guarded(trainer, Console(), lambda: run._train(trainer, Console()))\n"
+        "guarded(trainer, Console(), lambda: run._train(trainer, Console()))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],

@@ -18,7 +18,6 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.batching import deal
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
-from async_grpo.run import command as run
 from async_grpo.run.preflight.memory import (
     BUCKET_ELEMENTS,
     Shape,
@@ -32,6 +31,7 @@ from async_grpo.tools.check.dry_run import _episode_warnings
 from async_grpo.tools.check.known_models import known_config, names
 from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
+from tests.support.verbs import check
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = Shape(
@@ -256,7 +256,7 @@ def test_a_dry_run_starts_and_leaves_nothing(model, tmp_path, capsys, monkeypatc
         "run.dir=runs/new/{time}",
         "cluster.rollout_actors.min=2",
     ]
-    assert run.main([str(ROOT / "configs" / "quickstart.yaml"), *settings, "--dry-run"]) == 0
+    assert check([str(ROOT / "configs" / "quickstart.yaml"), *settings]) == 0
     out = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     for line in (
@@ -283,25 +283,24 @@ def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> No
         f"model.path={model}",
         "model.warm_start=null",
         f"run.dir={tmp_path / 'run'}",
-        "--dry-run",
     ]
     small = ["rollout.rollout_batch_size=2", "cluster.engine.kv_cache_gb=0.00001"]
-    assert run.main([*base, *small, "cluster.engine.max_num_seqs=null"]) == 0
+    assert check([*base, *small, "cluster.engine.max_num_seqs=null"]) == 0
     out = capsys.readouterr().out
     assert "can generate" not in out, "a number that nobody chose is none to lower"
     need = re.search(r"cluster\.engine\.(kv_cache_gb=[\d.e-]+) holds them all", out)[1]
-    assert run.main([*base, small[0], f"cluster.engine.{need}"]) == 0
+    assert check([*base, small[0], f"cluster.engine.{need}"]) == 0
     assert "the KV cache holds" not in capsys.readouterr().out
-    assert run.main([*base, *small, "cluster.engine.max_num_seqs=200"]) == 0
+    assert check([*base, *small, "cluster.engine.max_num_seqs=200"]) == 0
     out = capsys.readouterr().out
     assert (
         "can generate" in out
         and "lower cluster.engine.max_num_seqs to" in out
         and "the KV cache holds" in out
     )
-    assert run.main([*base, "weight_sync.backend=nccl"]) == 2
+    assert check([*base, "weight_sync.backend=nccl"]) == 2
     assert "needs GPUs" in capsys.readouterr().out
-    assert run.main([*base, "model.lora.target_modules=[nowhere]"]) == 2
+    assert check([*base, "model.lora.target_modules=[nowhere]"]) == 2
     assert "nowhere" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
@@ -318,7 +317,6 @@ def seven_billion(tmp_path, monkeypatch) -> list[str]:
         f"task.eval={data / 'gsm8k_test.jsonl'}",
         "model.path=Qwen/Qwen2.5-7B-Instruct",
         f"run.dir={tmp_path / 'run'}",
-        "--dry-run",
     ]
 
 
@@ -333,7 +331,7 @@ def no_hub(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("no_hub")
 def test_estimates_come_first_and_the_refusals_last(seven_billion, capsys) -> None:
-    assert run.main(seven_billion) == 2
+    assert check(seven_billion) == 2
     out = capsys.readouterr().out
     assert "# resolved configuration" in out and "7,615,616,512 parameters" in out
     memory, refused = out.index("learner rank, ZeRO-3"), out.index("refused: `model.path`")
@@ -344,22 +342,22 @@ def test_estimates_come_first_and_the_refusals_last(seven_billion, capsys) -> No
 
 @pytest.mark.usefixtures("no_hub")
 def test_a_cluster_that_is_not_here_is_assumed(seven_billion, capsys) -> None:
-    assert run.main([*seven_billion, "--assume", "nodes=2,gpus=8,memory=80"]) == 0
+    assert check([*seven_billion, "--assume", "nodes=2,gpus=8,memory=80"]) == 0
     out = capsys.readouterr().out
     assert "node 2: 64 CPUs, 8 GPUs of 80 GiB (assumed)" in out
     assert "warning: on this machine the run would be refused: `model.path`" in out
     assert "well-known models" in out and "engine 3" in out and "exit code 0" in out
-    assert run.main([*seven_billion, "--assume", "gpus=8,memory=24,cpus=8"]) == 2
+    assert check([*seven_billion, "--assume", "gpus=8,memory=24,cpus=8"]) == 2
     out = capsys.readouterr().out
     need = re.search(r"a learner rank needs about ([\d.]+) GiB and a GPU has 24.0 GiB: use", out)
     total = re.search(r"learner rank, ZeRO-3 +([\d.]+) GiB", out)
     assert need is not None and total is not None and need[1] == total[1]
-    assert run.main([*seven_billion, "--assume", "gpus=8,memory=15"]) == 2
+    assert check([*seven_billion, "--assume", "gpus=8,memory=15"]) == 2
     out = capsys.readouterr().out
     assert "refused: a learner rank needs" in out
     assert "error: an engine needs at least 17.3 GiB a GPU (weights 14.2 GiB, CUDA 3.0 GiB" in out
     assert "has 13.5 GiB" in out
-    assert run.main([*seven_billion, "--assume", "gpus=2,memory=80"]) == 2
+    assert check([*seven_billion, "--assume", "gpus=2,memory=80"]) == 2
     assert "4 learner ranks with a GPU each: node 1: 64 CPUs, 2 GPUs" in capsys.readouterr().out
 
 
@@ -398,7 +396,7 @@ def test_a_gpu_needs_more_than_the_states() -> None:
 @pytest.mark.usefixtures("no_hub")
 def test_an_unknown_model_leaves_the_rest(seven_billion, capsys) -> None:
     other = [*seven_billion, "model.path=someone/unheard-of", "--assume", "gpus=8"]
-    assert run.main(other) == 0
+    assert check(other) == 0
     out = capsys.readouterr().out
     assert "there is no estimate" in out and "Qwen2.5-7B" in out and "engine 3" in out
 
@@ -407,12 +405,12 @@ def test_an_unknown_model_leaves_the_rest(seven_billion, capsys) -> None:
     "text", ["", "8", "gpus", "gpus=eight", "gpus=1.5", "cards=8", "nodes=0", "nodes=100000"]
 )
 def test_an_assumption_that_makes_no_sense(seven_billion, capsys, text) -> None:
-    assert run.main([*seven_billion, "--assume", text]) == 2
+    assert check([*seven_billion, "--assume", text]) == 2
     assert f"error: --assume {text}" in capsys.readouterr().out
 
 
 def test_an_assumption_without_a_dry_run(seven_billion, capsys) -> None:
-    assert run.main([*seven_billion[:-1], "--assume", "gpus=8"]) == 2
+    assert check([*seven_billion[:-1], "--assume", "gpus=8"]) == 2
     assert "--assume goes with --dry-run" in capsys.readouterr().out
 
 
@@ -436,8 +434,8 @@ def test_the_published_sizes_of_known_models() -> None:
 
 def test_a_task_that_is_not_there_is_one_sentence(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    given = ["task.name=nosuch", f"run.dir={tmp_path / 'run'}", "--dry-run"]
-    assert run.main([str(ROOT / "configs" / "quickstart.yaml"), *given]) == 2
+    given = ["task.name=nosuch", f"run.dir={tmp_path / 'run'}"]
+    assert check([str(ROOT / "configs" / "quickstart.yaml"), *given]) == 2
     out = capsys.readouterr().out
     assert "error: there is no task 'nosuch'" in out and "groups x 8 responses" in out
     assert "engine 0" in out and "Traceback" not in out

@@ -23,11 +23,11 @@ from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.run.trainer import Trainer
-from async_grpo.tools.export import main as export
 from async_grpo.wire.codec import Group
 from tests.support import real_tasks
 from tests.support.real_model import real_model
 from tests.support.recipes import CONFIGS
+from tests.support.verbs import export
 from tests.support.waiting import wait_until
 
 STEPS, GROUPS, SIZE = 3, 2, 4

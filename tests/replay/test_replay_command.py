@@ -32,6 +32,7 @@ from async_grpo.replay.resume import open_queue
 from async_grpo.tools.inspect import command
 from async_grpo.tools.inspect import groups as inspection_module
 from async_grpo.wire.codec import GroupTicket, WireError, decode_meta, encode_group
+from tests.support import verbs
 from tests.support.frames import frame_of, make_group
 from tests.support.journal_life import RULES, Life, journal_in, queue_settings
 
@@ -414,7 +415,7 @@ async def a_run(directory: Path) -> None:
 @pytest.fixture
 def look(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     def run(*args: str, directory: Path = run_dir) -> str:
-        assert command.main([str(directory), *args]) == 0
+        assert verbs.inspect([str(directory), *args]) == 0
         captured = capsys.readouterr()
         assert captured.err == ""
         assert all(character.isprintable() or character == "\n" for character in captured.out)
@@ -625,7 +626,7 @@ def test_without_a_tokenizer_a_group_is_shown_as_token_ids(
 ) -> None:
     shutil.copytree(journal_of(run_dir), journal_of(tmp_path))
     assert "prompt, 3 tokens\n    0 1 2\n" in look("--group", "3", directory=tmp_path)
-    assert command.main([str(tmp_path), "--text"]) == 2
+    assert verbs.inspect([str(tmp_path), "--text"]) == 2
     assert "no tokenizer in" in capsys.readouterr().err
 
 
@@ -731,7 +732,7 @@ def test_a_wrong_directory_is_one_sentence_and_exit_code_2(tmp_path: Path, capsy
 
 def failed(capsys, *args: str) -> str:
     try:
-        code = command.main(list(args))
+        code = verbs.inspect(list(args))
     except SystemExit as end:
         code = end.code
     captured = capsys.readouterr()
@@ -1110,7 +1111,7 @@ def test_a_narrow_terminal_shows_whole_numbers_in_fewer_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "84")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert command.main([str(run_dir), "--step", "2"]) == 0
+    assert verbs.inspect([str(run_dir), "--step", "2"]) == 0
     out = capsys.readouterr().out
     assert "\x1b[" in out and "seconds" not in out and "0.62" in out and "training" in out
 
@@ -1124,7 +1125,7 @@ def test_the_command_needs_no_right_to_write_and_leaves_nothing(
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
     for path in [copy, *before]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    script = f"{sys.executable} -m async_grpo.replay {copy} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    script = f"{sys.executable} -m async_grpo inspect {copy} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script],
         check=False,
@@ -1141,7 +1142,7 @@ def test_the_command_needs_no_right_to_write_and_leaves_nothing(
 
 def test_looking_loads_neither_torch_nor_ray_nor_transformers(run_dir: Path) -> None:
     code = (
-        "import sys; from async_grpo.tools.inspect.command import main; main(sys.argv[1:]); "
+        "import sys; from async_grpo.cli import main; main(sys.argv[1:]); "
         "print([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run(

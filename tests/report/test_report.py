@@ -24,13 +24,13 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.replay.resume import open_queue
 from async_grpo.run.trainer import Trainer
-from async_grpo.tools.report import command as report
 from async_grpo.tools.report.data import ROWS, read_run
 from async_grpo.tools.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
 from async_grpo.tools.report.failures import failures, slowest
 from async_grpo.tools.report.gantt import Window, _counts, read_window
 from async_grpo.tools.report.launch import report_on, write_report
 from async_grpo.tools.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
+from tests.support import verbs
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
@@ -157,7 +157,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with its report."""
     directory = make_run(tmp_path_factory.mktemp("runs") / "run")
-    assert report.main([str(directory)]) == 0
+    assert verbs.report([str(directory)]) == 0
     return directory
 
 
@@ -388,7 +388,7 @@ def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
         line |= {"rollout/turns": 2.5, "rollout/turns_max": 4.0, "rollout/sampled_share": 0.6}
         line |= {"rollout/ended/env_done": 0.9, "rollout/ended/length": 0.1}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report.main([str(run)]) == 0
+    assert verbs.report([str(run)]) == 0
     page = Page((run / "report" / "report.html").read_text(encoding="utf-8"))
     assert list(page.sections) == [*SECTIONS[:2], "episodes", *SECTIONS[2:]]
     assert "svg" in page.tags["episodes"] and (run / "report" / "episodes.png").stat().st_size
@@ -396,7 +396,7 @@ def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    assert report.main([str(tmp_path)]) == 0
+    assert verbs.report([str(tmp_path)]) == 0
     page = Page((tmp_path / "report" / "report.html").read_text(encoding="utf-8"))
     assert list(page.sections) == SECTIONS and not any("svg" in tags for tags in page.tags.values())
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]
@@ -405,9 +405,9 @@ def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> N
 def test_what_is_no_run_is_refused(
     tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report.main([str(tmp_path)]) == 2
+    assert verbs.report([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
-    assert report.main([str(run_dir), "--steps", "500-510"]) == 2
+    assert verbs.report([str(run_dir), "--steps", "500-510"]) == 2
 
 
 def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) -> None:
@@ -528,7 +528,7 @@ def test_failures_are_listed_by_reason_with_what_they_mean(tmp_path: Path, run_d
         ("request: 429", "5"),
         ("episode: exception", "3"),
     ]
-    assert report.main([str(run)]) == 0
+    assert verbs.report([str(run)]) == 0
     section = Page((run / "report" / "report.html").read_text()).sections["failures"]
     assert "its worker said nothing" in section and "answered" not in section
     assert slowest(data) == [], "there is no journal"

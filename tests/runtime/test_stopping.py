@@ -24,6 +24,7 @@ from async_grpo import errors
 from async_grpo.errors import EXIT_MEANING, NonFinite, StalenessError, StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.run import command as run
+from async_grpo.run.ending import guarded
 from async_grpo.runtime import stopping
 from tests.support.waiting import wait_until_gone
 
@@ -256,7 +257,7 @@ def test_errors_end_with_their_code_and_non_finite_groups_are_kept(
     def work() -> None:
         raise remote(error)
 
-    assert run._guarded(trainer, Console(), work) == code and trainer.stopped == ["FAILED"]
+    assert guarded(trainer, Console(), work) == code and trainer.stopped == ["FAILED"]
     assert trainer.ending[0] == code and trainer.ending[1], "the report tells of it"
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == f"error: exit code {code}: {EXIT_MEANING[code]}"
@@ -273,7 +274,7 @@ def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
     def work() -> None:
         raise StopRequested("the run was asked to end")
 
-    assert run._guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
+    assert guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
     assert capsys.readouterr().out.splitlines() == [
         run.STOPPED_EARLY,
         f"exit code 0: {EXIT_MEANING[0]}",

@@ -1,4 +1,4 @@
-"""`python -m async_grpo.serve` with a real engine: by hand, and with programs."""
+"""`async-grpo serve` with a real engine: by hand, and with programs."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import click
 
+from async_grpo.cli import VERBS
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.recipes import recipes
-from tests.support.real_parsers import OURS, Incomplete, Refused, file_of, names, parsed
+from tests.support.real_parsers import OURS, Incomplete, Refused, answered, file_of, names, parsed
 from tests.support.snippets import ROOT
 
 BASE = """
@@ -100,9 +101,21 @@ def _module(module: str, words: list[str], home: Path) -> None:
     for there, here in SHARED.items():
         words = [word.replace(there, here) for word in words]
     _files(words)
-    given = vars(parsed(file_of(module), words))
-    settings = given.get("overrides") or given.get("settings") or []
-    if module.startswith("async_grpo.") and ("config" in given or "source" in given):
+    if module in ("async_grpo", "async_grpo.run"):
+        return _verb(words if module == "async_grpo" else ["train", *words], home)
+    parsed(file_of(module), words)
+
+
+def _verb(words: list[str], home: Path) -> None:
+    """A verb of our command line, read by its own parser; its settings are read too."""
+    if words[:1] in ([], ["--version"], ["--help"], ["VERB"]):
+        return
+    verb, *rest = words
+    if verb not in VERBS:
+        raise Refused(f"{verb} is no verb")
+    given = vars(answered(verb, rest))
+    settings = given.get("settings") or []
+    if given.get("config") or "source" in given:
         task = [f"task.name={given['task']}"] if given.get("task") else []
         name = given.get("config") or str(given["source"])
         recipe = "config" in given and name != STAND_IN and not Path(name).suffix
@@ -237,7 +250,7 @@ def _sbatch(words: list[str], home: Path) -> None:
 
 
 def _console_script(words: list[str], home: Path) -> None:
-    _module("async_grpo.run", words, home)
+    _module("async_grpo", words, home)
 
 
 CHECKS: dict[str, Callable[[list[str], Path], None]] = {

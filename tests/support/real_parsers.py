@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from async_grpo.cli import VERBS
+from async_grpo.config.command_line import Parser
 from tests.support.snippets import ROOT
 
 OURS = ("async_grpo", "benchmarks", "tests")
@@ -77,6 +79,22 @@ def parsed(file: Path, words: list[str]) -> argparse.Namespace:
                 raise (Incomplete if missing else Refused)(said) from None
             return argparse.Namespace()  # `--help`, `--recipes`
     raise AssertionError(f"{file} did its work without asking a parser")
+
+
+def answered(verb: str, words: list[str]) -> argparse.Namespace:
+    """What a verb of the command line understands by these words. Raises Refused or Incomplete."""
+    home, told = importlib.import_module(VERBS[verb][0]), io.StringIO()
+    parser = Parser(prog=verb)
+    home.arguments(parser)
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return parser.read(words)
+        except SystemExit as end:
+            if end.code:
+                said = told.getvalue().strip()
+                missing = not words or "arguments are required" in said or "name a YAML" in said
+                raise (Incomplete if missing else Refused)(said) from None
+            return argparse.Namespace()  # `--help`
 
 
 def _answer(name: str) -> Any:

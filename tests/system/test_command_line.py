@@ -24,6 +24,7 @@ from async_grpo.observe.console.status_file import read_status
 from async_grpo.run import command as run
 from tests.support.models import write_model
 from tests.support.processes import left_by, marked
+from tests.support.verbs import check, train
 
 MARK = "ASYNC_GRPO_TEST_MARK"
 HEAD_PORTS = (6379, 8265, 10001, 52365)
@@ -158,7 +159,7 @@ def test_bad_input_is_one_clear_message_before_anything_starts(
     config, capsys, monkeypatch, overrides, expected
 ):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # joining a cluster would fail in another way
-    assert run.main([str(config), *overrides]) == 2
+    assert train([str(config), *overrides]) == 2
     out = capsys.readouterr()
     lines = [line for line in (out.out + out.err).splitlines() if line.strip()]
     assert 1 <= len(lines) <= 3, lines
@@ -171,12 +172,12 @@ def test_there_is_one_console(config, monkeypatch):
     monkeypatch.setattr(
         run, "_guarded", lambda trainer, console, work: seen.append((trainer.console, console)) or 0
     )
-    assert run.main([str(config), "--dry-run"]) == 0
+    assert check([str(config)]) == 0
     assert seen[0][0] is seen[0][1]
 
 
 def test_a_missing_file_is_exit_2(tmp_path, capsys):
-    assert run.main([str(tmp_path / "none.yaml")]) == 2
+    assert train([str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().out
 
 

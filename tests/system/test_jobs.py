@@ -25,6 +25,7 @@ import yaml
 
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.run import command as run
+from async_grpo.run.ending import explained
 from async_grpo.weights.shared_memory import remove_abandoned_segments
 from tests.support.models import write_model
 from tests.support.processes import free_ports, kill_marked, left_by, marked
@@ -427,7 +428,7 @@ def test_an_error_in_a_remote_process_is_explained_without_its_colours(capsys):
     error = ray.exceptions.RayTaskError(
         "work", text, KeyError("a bug"), proctitle="work", pid=1, ip="127.0.0.1"
     )
-    code, message = run._explained(error)
+    code, message = explained(error)
     trace = capsys.readouterr().err
     assert (code, message) == (1, "KeyError: 'a bug'")
     assert "work()" in trace and "\x1b" not in trace

@@ -22,8 +22,8 @@ import yaml
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.observe.console.console import Console
-from async_grpo.run import command as run
 from async_grpo.run import post_mortem
+from async_grpo.run.ending import guarded
 from async_grpo.run.trainer import Trainer
 from async_grpo.runtime import stacks
 from tests.support.models import write_model
@@ -111,7 +111,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             _the_verifiers_hang(trainer, home, told)
             told["after"] = trainer.train(steps=2)
             engine, started = told["processes"]["actor-0.0+engine"], time.monotonic()
-            told["code"] = run._guarded(trainer, console, lambda: _stop_and_train(trainer, engine))
+            told["code"] = guarded(trainer, console, lambda: _stop_and_train(trainer, engine))
             told["seconds"] = time.monotonic() - started
         finally:
             trainer.stop()

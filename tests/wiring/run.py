@@ -29,6 +29,7 @@ from async_grpo.run.preflight import architecture
 from async_grpo.runtime.storage import StorageFailure, Written
 from async_grpo.tools.report import launch
 from tests.support.models import write_model
+from tests.support.verbs import train
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
 from tests.wiring.tasks import rows
 
@@ -168,7 +169,7 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
     place, seen = workplace(), list[Any]()
     (place / "config.yaml").write_text(dump(config))
     with doubles(seen, disk=disk) as waits, redirect_stdout(io.StringIO()):
-        code = command.main([str(place / "config.yaml")])
+        code = train([str(place / "config.yaml")])
     directory = Path(config.run.dir)
     files = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     kept = sorted(path.name for path in directory.glob("checkpoints/*"))

@@ -205,7 +205,7 @@ def _run_child(
     """Run this module as a process until the deadline at most, with all cores in OMP_NUM_THREADS:
     the caller's value is for processes that share the machine, and nothing else runs now.
     """
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     threads = str(len(os.sched_getaffinity(0)))
     deadline, token = time.monotonic() + timeout_s, uuid.uuid4().hex

@@ -153,7 +153,7 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
         return Condition(
             "killed",
             f"{where} is gone without saying how it ended: it was killed about {ago(age)} "
-            f"ago; python -m async_grpo.run {shlex.quote(facts['run_dir'] + '/config.yaml')} "
+            f"ago; async-grpo train {shlex.quote(facts['run_dir'] + '/config.yaml')} "
             "continues the run",
         )
     if age > SILENT_S:

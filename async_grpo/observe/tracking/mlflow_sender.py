@@ -1,6 +1,6 @@
 """Sends to MLflow what an outbox says it does not have.
 
-Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow's
+Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides MLflow's
 client, which is imported when the first call is made.
 
 Invariants: what is sent twice changes nothing, because a point keeps the time of its row, a run

@@ -1,6 +1,6 @@
 """What MLflow has of a run directory, and what it is still to get.
 
-Runs in: the driver, and `python -m async_grpo.report --sync`. Hides the file `mlflow_sent.json`:
+Runs in: the driver, and `async-grpo report --sync`. Hides the file `mlflow_sent.json`:
 one entry per MLflow run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the
 server has acknowledged. Those files are the queue, so that nothing is kept in memory, however long
 a server is gone. Knows nothing of MLflow itself.

@@ -336,7 +336,7 @@ class _Sender:
             self._note(
                 f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} "
                 f"are not sent{reason}; send the rest with: "
-                f"python -m async_grpo.report --sync {shlex.quote(str(self._run_dir))}"
+                f"async-grpo report --sync {shlex.quote(str(self._run_dir))}"
             )
 
     def conclude(self, status: Status) -> None:

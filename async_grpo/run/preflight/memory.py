@@ -286,8 +286,8 @@ def too_large(
             f"a learner rank {both} about {size_text(rank)} and a GPU has "
             f"{size_text(min(sizes[0]))}: "
             f"{'' if stage == 3 else 'raise learner.zero_stage, '}use more learner.ranks, lower "
-            "learner.tokens_per_micro_batch, or train adapters (model.lora); --dry-run shows the "
-            "parts"
+            "learner.tokens_per_micro_batch, or train adapters (model.lora); `async-grpo check` "
+            "shows the parts"
         )
     if one > share * min(sizes[1]):
         yield (

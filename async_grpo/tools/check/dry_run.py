@@ -257,7 +257,7 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
         yield (
             "expected",
             "not known: no run of this model and task was measured here; after 30 steps of one, "
-            "python -m async_grpo.plan CONFIG --from RUN_DIR tells",
+            "async-grpo predict CONFIG --from RUN_DIR tells",
         )
         return
     record = json.loads(beside.read_text(encoding="utf-8"))

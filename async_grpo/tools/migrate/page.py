@@ -21,7 +21,7 @@ def page(draft: Draft) -> str:
     """Return the text of the file."""
     source, peer = draft.source, draft.peer
     lines = _comment(
-        f"Written by `python -m async_grpo.migrate` from {source.name}, a configuration of "
+        f"Written by `async-grpo migrate` from {source.name}, a configuration of "
         f"{peer.name}. A comment names the key of {peer.name} that a setting comes from, with its "
         "value there where that is another one."
     )

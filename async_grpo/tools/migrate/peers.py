@@ -50,5 +50,5 @@ def of_another(path: Path) -> str:
         peer = recognise(read_source(path))
     except SetupError:
         return ""
-    command = f"python -m async_grpo.migrate {shlex.quote(str(path))}"
+    command = f"async-grpo migrate {shlex.quote(str(path))}"
     return f" (The file is of {peer.name}: {command} writes it as one of ours.)"

@@ -1,6 +1,6 @@
 """What another system's configuration says: one value per dotted key, whatever it was written in.
 
-Runs in: a terminal (`python -m async_grpo.migrate`). Hides YAML, TOML, command lines, and hydra's
+Runs in: a terminal (`async-grpo migrate`). Hides YAML, TOML, command lines, and hydra's
 `${...}`. Invariants: every value of the file is a `given` one, or among what is `left`;
 whatever the file holds, `read_source` returns or raises SetupError with one sentence.
 """

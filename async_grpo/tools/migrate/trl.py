@@ -415,7 +415,7 @@ _RULES = (
     none("^logging_* ^log_completions ^num_completions_to_print ^log_level ^disable_tqdm "
          "^log_unique_prompts ^wandb_*", "every learner step is logged"),
     none("^push_to_hub ^hub_* ^do_train ^do_eval ^save_only_model",
-         "`python -m async_grpo.export`"),
+         "`async-grpo export`"),
 )  # fmt: skip
 
 

@@ -511,7 +511,7 @@ _RULES = (
     same("trainer.max_actor_ckpt_to_keep"),
     resume("trainer.resume_mode"),
     mlflow_among("trainer.logger"),
-    none("trainer.val_only", "`python -m async_grpo.evaluate`"),
+    none("trainer.val_only", "`async-grpo eval`"),
     none("trainer.critic_warmup", "there is no critic here"),
     none("trainer.balance_batch", "ranks always get the same load"),
     none("trainer.use_v1 trainer.v1.*", "one trainer, whose `replay.max_staleness` is its mode"),

@@ -20,7 +20,7 @@ from async_grpo.run.checkpoint.resume import last_logged_step
 TIMEOUT_S = 180.0
 PAGE = Path("report") / "report.html"
 
-_SOURCE = str(Path(__file__).resolve().parents[2])
+_SOURCE = str(Path(__file__).resolve().parents[3])
 
 
 def report_on(config: Config, console: Console, tracker: Tracker) -> None:
@@ -38,7 +38,7 @@ def report_on(config: Config, console: Console, tracker: Tracker) -> None:
 
 def write_report(run_dir: Path) -> tuple[Path | None, str]:
     """Write a run directory's report; return its directory or None, and a line for people."""
-    command = [sys.executable, "-m", "async_grpo.tools.report", str(run_dir)]
+    command = [sys.executable, "-m", "async_grpo", "report", str(run_dir)]
     path = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(  # a session of its own: Ctrl-C is for the run

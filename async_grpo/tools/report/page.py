@@ -150,8 +150,8 @@ def _failures(data: RunData) -> str:
     if kinds:
         how = (
             "An episode that failed was not scored while training: its group was issued again, "
-            "and one that fails replay.max_attempts times is listed by python -m "
-            "async_grpo.replay RUN_DIR --state failed. Held-out ones count as wrong. Requests are "
+            "and one that fails replay.max_attempts times is listed by "
+            "async-grpo inspect RUN_DIR --state failed. Held-out ones count as wrong. Requests are "
             "those of programs and workers, and the answers that they got instead."
         )
         rows = "".join(_row(*one) for one in kinds)
@@ -173,7 +173,7 @@ def _failures(data: RunData) -> str:
         )
         what = (
             "The slowest of the newest episodes, from the ticket of their group to their end; one "
-            "in full: python -m async_grpo.replay RUN_DIR --group GROUP."
+            "in full: async-grpo inspect RUN_DIR --group GROUP."
         )
         parts += [f"<p>{_text(what)}</p>", _table((*columns, "actor"), rows)]
     return "".join(parts)
@@ -290,7 +290,7 @@ PLOTS = (
         "each moment. Queue: groups that are ready and wait for their step. "
         "Learner: waiting for its batch, training, waiting for a publication. Weights: "
         "from staging until every engine serves them, evaluations and checkpoints. "
-        "Another window: python -m async_grpo.report RUN_DIR --steps 100-110.",
+        "Another window: async-grpo report RUN_DIR --steps 100-110.",
         "No learner step was logged.",
     ),
 )

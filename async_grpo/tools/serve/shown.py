@@ -1,6 +1,6 @@
 """What a person sees of a served episode: its rows, turn by turn, and what would be trained.
 
-Runs in: `python -m async_grpo.serve`. Hides nothing of the tokens: the lines cut them short, the
+Runs in: `async-grpo serve`. Hides nothing of the tokens: the lines cut them short, the
 record has them all; a log-prob per sampled token, versions as spans of these.
 
     row 0 begins with the prompt [3 tokens]; then per segment: context (mask 0) or sampled (mask 1)

@@ -1,0 +1,72 @@
+"""Names of before: each answers for one release, and says the new one. Goes with version 0.3.
+
+Runs in: any process. Hides the import system: `python -m async_grpo.status` and
+`import async_grpo.tune` find no file, and this finder then does what was meant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+COMMANDS = {
+    "status": "status",
+    "report": "report",
+    "replay.__main__": "inspect",
+    "export": "export",
+    "evaluate": "eval",
+    "migrate": "migrate",
+    "plan": "predict",
+    "serve": "serve",
+}
+"""Module that was run with `python -m` -> verb."""
+MODULES = {
+    "trainer": "run.trainer",
+    "tune": "contrib.tune",
+    "callbacks": "run.callbacks",
+    "callbacks.base": "run.callbacks.base",
+    "callbacks.early_stopping": "run.callbacks.early_stopping",
+    "callbacks.metric_stream": "contrib.metric_stream",
+    "environments.adapters": "contrib.adapters",
+}
+"""Module that scripts and configurations name -> its name now."""
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class OldNames(MetaPathFinder, InspectLoader):
+    """Finds the modules of both tables."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find one; None for every other name."""
+        package, _, name = fullname.partition(".")
+        if package != _PACKAGE or (name not in COMMANDS and name not in MODULES):
+            return None
+        return ModuleSpec(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the new name in its place."""
+        name = module.__name__.partition(".")[2]
+        if name in MODULES:
+            now = f"{_PACKAGE}.{MODULES[name]}"
+            warnings.warn(f"{module.__name__} is {now} now", FutureWarning, stacklevel=2)
+            sys.modules[module.__name__] = importlib.import_module(now)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what `python -m` runs."""
+        name = fullname.partition(".")[2]
+        old = f"python -m {fullname.removesuffix('.__main__')}"
+        text = (
+            f"import sys\nfrom {_PACKAGE}.cli import old_command\n"
+            f"old_command({old!r}, {COMMANDS.get(name)!r}, sys.argv[1:])\n"
+        )
+        return compile(text, f"<{fullname}>", "exec")
+
+    def get_source(self, fullname: str) -> None:
+        """Return no source."""
