@@ -73,7 +73,7 @@ def test_programs_play_a_run(tmp_path: Path) -> None:
     wait_until(lambda: not marked("PROGRAM_OF", str(tmp_path)), 20, "the programs' end")
 
 
-@pytest.mark.slow  # its fast part: tests/rollout/endpoint/test_work.py
+@pytest.mark.slow  # its fast part: tests/agents/endpoint/test_work.py
 def test_workers_play_a_run(tmp_path: Path) -> None:
     task = {"name": "external", "options": {"of": "chain", "lease_s": 30.0}}
     with worker_of(tmp_path / "run"):

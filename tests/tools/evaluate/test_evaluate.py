@@ -26,7 +26,7 @@ from async_grpo.tools.evaluate.alone import CHAT_TOKENS, settings
 from tests.support import verbs
 from tests.support.models import write_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(12)]
 
 

@@ -25,7 +25,7 @@ from async_grpo.tools.check.dry_run import assumed_nodes
 from async_grpo.tools.check.known_models import known_config
 from async_grpo.weights.transport import resolve_backend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = {
     "1": "nodes=1,gpus=1,memory=80",
     "8": "nodes=1,gpus=8,memory=80",

@@ -25,7 +25,7 @@ from tests.support.listener import RecordingListener
 from tests.support.models import write_model
 from tests.support.savers import KEY, BytesLearner, OneRank, join_alone, make_saver
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True)

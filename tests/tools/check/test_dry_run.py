@@ -33,7 +33,7 @@ from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
 from tests.support.verbs import check
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEVEN = Shape(
     parameters=7_000_000_000,
     trained=7_000_000_000,

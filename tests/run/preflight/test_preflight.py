@@ -31,7 +31,7 @@ from tests.support.models import write_model
 
 @pytest.fixture(autouse=True)
 def engine_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM says is not asked here: tests/preflight/test_architecture_check.py."""
+    """What vLLM says is not asked here: tests/run/preflight/test_architecture_check.py."""
     answer = {"refused": "", "sure": False}
     monkeypatch.setattr("async_grpo.run.preflight.architecture._ask", lambda _: answer)
 

@@ -23,7 +23,7 @@ from async_grpo.contrib.warm_start import model as warm_start_model
 from async_grpo.errors import StopRequested
 from async_grpo.tasks.registry import load_task
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _config(cache: Path, *, seed: int = 0, digits: int = 1, **settings: object) -> Config:
