@@ -1,4 +1,4 @@
-"""The core without agents, tools and contrib: it trains, evaluates meanwhile, is killed, resumes."""
+"""The core without agents, tools and contrib: it trains, evaluates, is killed, resumes."""
 
 from __future__ import annotations
 

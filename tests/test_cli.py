@@ -1,0 +1,154 @@
+"""The command line: every verb answers at once, errors have one form, old spellings still work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from async_grpo import cli, old_names
+from async_grpo.config.command_line import Parser
+from async_grpo.errors import FaultBudgetSpent, SetupError
+
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "mlflow", "matplotlib", "pydantic")
+
+
+def test_the_help_of_every_verb_imports_nothing_large() -> None:
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from async_grpo import cli\n"
+        "seen = {}\n"
+        "for verb in cli.VERBS:\n"
+        "    said = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):\n"
+        "        cli.main([verb, '--help'])\n"
+        f"    seen[verb] = [said.getvalue(), [one for one in {HEAVY} if one in sys.modules]]\n"
+        "print(json.dumps(seen))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for verb, (said, large) in json.loads(done.stdout).items():
+        assert said.startswith(f"usage: async-grpo {verb} ") and not large, (verb, large)
+
+
+def test_every_home_has_what_a_verb_needs() -> None:
+    for name, _ in cli.VERBS.values():
+        home = importlib.import_module(name)
+        assert home.DESCRIPTION and callable(home.arguments) and callable(home.run)
+
+
+def test_without_a_verb_all_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {verb} " in said for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["statsu"], "Did you mean `async-grpo status`?"),
+        (["quickstrt"], "Did you mean `async-grpo train quickstart`?"),
+        (["xyz"], "xyz is no verb. The verbs are train, check,"),
+    ],
+)
+def test_a_word_that_is_no_verb(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (SetupError("no such run"), 2, "error: no such run\n"),
+        (FaultBudgetSpent("it died"), 4, "error: it died\n"),
+        (KeyError("a bug"), 1, "Traceback"),
+        (BrokenPipeError(), 0, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_verb_has_one_exit_code(
+    error: BaseException,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(options: object) -> int:
+        raise error
+
+    home = types.SimpleNamespace(DESCRIPTION="x", arguments=lambda parser: None, run=run)
+    monkeypatch.setitem(sys.modules, "a_home", home)  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.VERBS, "trial", ("a_home", "is tried"))
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+    assert cli.main(["trial"]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(says) if says else not said
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["c.yaml", "a=1"], ("train", ["c.yaml", "a=1"])),
+        (["c.yaml", "--dry-run", "a=1"], ("check", ["c.yaml", "a=1"])),
+        (["--recipes"], ("recipes", [])),
+        (["c.yaml", "--replay", "d", "a=1"], ("retrain", ["d", "--config", "c.yaml", "a=1"])),
+        (["--replay=d", "c.yaml"], ("retrain", ["d", "--config", "c.yaml"])),
+    ],
+)
+def test_options_of_before_are_verbs_now(words: list[str], now: tuple[str, list[str]]) -> None:
+    assert cli.as_now("train", words) == now
+
+
+@pytest.mark.parametrize("name", old_names.COMMANDS)
+def test_a_module_that_was_a_command_does_what_it_did(name: str) -> None:
+    module, verb = name.removesuffix(".__main__"), old_names.COMMANDS[name]
+    done = subprocess.run(
+        [sys.executable, "-m", f"async_grpo.{module}", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f"usage: async-grpo {verb} ")
+    assert done.stderr == f"note: `python -m async_grpo.{module}` is `async-grpo {verb}` now\n"
+
+
+@pytest.mark.parametrize("name", old_names.MODULES)
+def test_a_module_that_moved_is_the_same_one(name: str) -> None:
+    with pytest.warns(FutureWarning, match=f"{old_names.MODULES[name]} now"):
+        sys.modules.pop(f"async_grpo.{name}", None)
+        found = importlib.import_module(f"async_grpo.{name}")
+    assert found is importlib.import_module(f"async_grpo.{old_names.MODULES[name]}")
+
+
+def test_a_verb_that_takes_a_run_takes_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for verb in ("status", "inspect", "report", "retrain", "export", "eval", "serve"):
+        parser = Parser(prog=verb)
+        importlib.import_module(cli.VERBS[verb][0]).arguments(parser)
+        given = vars(parser.read(["out"] if verb == "export" else []))
+        found = given.get("run_dir") or given.get("checkpoint") or given.get("source")
+        assert str(found) == "runs", verb
+    assert cli.main(["status"]) == 2
+    assert "runs has no status.json" in capsys.readouterr().err
+
+
+def test_the_systems_of_migrate_are_those_with_a_table() -> None:
+    from async_grpo.tools.migrate.command import SYSTEMS
+    from async_grpo.tools.migrate.peers import PEER_TABLES
+
+    assert sorted(PEER_TABLES) == list(SYSTEMS)
+
+
+def test_the_sort_keys_of_inspect_are_those_that_it_sorts_by() -> None:
+    from async_grpo.tools.inspect import command, groups
+
+    assert tuple(groups.SORT_KEYS) == command.SORT_KEYS
