@@ -28,7 +28,7 @@ SECTIONS = {
     "Callbacks and sweeps": (
         "Callbacks that are there, by their names in `run.callbacks` or as objects; one of your "
         "own is a subclass of `Callback`.",
-        {"callbacks.early_stopping": "*", "callbacks.metric_stream": "*", "tune": "*"},
+        {"run.callbacks.early_stopping": "*", "contrib.metric_stream": "*", "contrib.tune": "*"},
     ),
     "What plugins are called with": (
         "Functions that are registered get one of these ([extending.md](extending.md)).",

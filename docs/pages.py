@@ -28,7 +28,7 @@ _INTRODUCTION = """\
 A run is described by one YAML file and any number of overrides:
 
 ```
-python -m async_grpo.run configs/quickstart.yaml rollout.group_size=16 learner.lr=5e-5
+async-grpo train configs/quickstart.yaml rollout.group_size=16 learner.lr=5e-5
 ```
 
 - An override is `section.key=value`; the value is YAML (`null`, `[0.9, 0.99]`, `{a: 1}`) and

@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 RINGS = (
-    "errors",
+    "errors old_names",
     "algo runtime",  # formulas; what any process needs
     "config wire",
     "observe tasks replay weights",
@@ -126,6 +126,7 @@ LIBRARIES = {
     "tools": "",
     "tools.doctor": "torch",
     "cli": "",
+    "old_names": "",
     "__main__": "",
     "__init__": "",
     "tools.migrate": "pydantic",

@@ -230,7 +230,7 @@ def _script(words: list[str], home: Path) -> None:
 
 
 def _watch(words: list[str], home: Path) -> None:
-    start = next(i for i, word in enumerate(words) if word in ("python", "ray"))
+    start = next(i for i, word in enumerate(words) if word in ("python", "ray", "async-grpo"))
     _check(words[start:], home)
 
 

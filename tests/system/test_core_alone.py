@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from tests.support.models import write_model
-from tests.test_architecture import BY_NAME, PACKAGE
 
-ROOT = PACKAGE.parent
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "async_grpo"
+WITHOUT = ("agents", "contrib", "tools")
 STEPS = 8
 
 
@@ -27,7 +28,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("core")
     leave = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, home / "async_grpo", ignore=leave)
-    for name in BY_NAME:
+    for name in WITHOUT:
         shutil.rmtree(home / "async_grpo" / name)
     (home / "tests").symlink_to(ROOT / "tests")
     settings = {
