@@ -110,6 +110,7 @@ class EngineSlots:
 
     async def reserved_again(self, slot: EngineSlot) -> bool:
         """Whether the slot has its resources, at the latest in `cluster.resources_timeout_s`."""
+        assert slot.option is not None, "reserve() comes first"
         return await self._session.reserved_again(slot.option, timeout_s=self._timeout_s)
 
     async def node_serves(self, slot: EngineSlot) -> bool:

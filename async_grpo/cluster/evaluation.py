@@ -237,8 +237,9 @@ class Evaluations:
         return metrics(outcomes, n=self._config.evaluation.n) | own
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._failures.fail(task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failures.fail(error)
 
 
 def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:

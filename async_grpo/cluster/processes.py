@@ -154,14 +154,19 @@ class LearnerProcess:
         self._parts = RankParts(learner, sender, Saving(learner, key=key))
         return state
 
+    @property
+    def _up(self) -> RankParts:
+        assert self._parts is not None, "setup comes first"
+        return self._parts
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""
-        return getattr(self._parts.learner, name)(*args, **kwargs)
+        return getattr(self._up.learner, name)(*args, **kwargs)
 
     def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written | str:
         """Write this rank's part of a checkpoint, with all ranks; or why one of them could not."""
         try:
-            return self._parts.saving.write(directory, state)
+            return self._up.saving.write(directory, state)
         except StorageFailure as error:
             return str(error)
 
@@ -169,7 +174,7 @@ class LearnerProcess:
     def finish_checkpoint(self, directory: str) -> dict[str, FileSum] | str:
         """Bring it to the disk; the files, or why not."""
         try:
-            return self._parts.saving.finish(directory)
+            return self._up.saving.finish(directory)
         except OSError as error:
             return f"learner rank {self._rank}: {reason(error)}"
 
@@ -177,41 +182,41 @@ class LearnerProcess:
     def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
         host = ray.util.get_node_ip_address()
-        return self._parts.sender.connect(host, tensor_parallel_sizes)
+        return self._up.sender.connect(host, tensor_parallel_sizes)
 
     @ray.method(concurrency_group=TRANSFER)
     def rendezvous(self) -> str:
         """Complete the transport's group; why it failed, or ""."""
-        return self._parts.sender.rendezvous()
+        return self._up.sender.rendezvous()
 
     @ray.method(concurrency_group=TRANSFER)
     def send(self) -> str:
         """Push the staged copy; why it is torn, or ""."""
-        return self._parts.sender.send()
+        return self._up.sender.send()
 
     def stream(self) -> str:
         """Push the weights of the model itself, with all ranks; why it is torn, or ""."""
-        return self._parts.sender.send()
+        return self._up.sender.send()
 
     def release(self) -> None:
         """Free the copy that was staged apart."""
-        self._parts.sender.release()
+        self._up.sender.release()
 
     def note(self) -> str:
         """Return what the user should know about the transport."""
-        return self._parts.sender.note
+        return self._up.sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Stage the weights, with their log-probs of the sequences."""
-        announcement = self._parts.sender.stage(label, verify=verify)
-        logprobs = self._parts.learner.logprobs(sequences, temperature=1.0) if sequences else []
+        announcement = self._up.sender.stage(label, verify=verify)
+        logprobs = self._up.learner.logprobs(sequences, temperature=1.0) if sequences else []
         return Staged(announcement, logprobs)
 
     def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
         """Stage perturbed weights; the true ones are back, bit for bit, on return."""
-        learner, sender = self._parts.learner, self._parts.sender
+        learner, sender = self._up.learner, self._up.sender
         sender.reserve()
         with learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = sender.stage(label, verify=True, apart=True)
@@ -221,7 +226,7 @@ class LearnerProcess:
     def weights(self) -> dict[str, Any]:
         """Copy all weights to host memory, with all ranks; {} on ranks other than the first."""
         taken = {}
-        for name, weight in self._parts.learner.named_weights():
+        for name, weight in self._up.learner.named_weights():
             if self._rank == 0:
                 taken[name] = weight.detach().cpu().clone()
         return taken
@@ -232,9 +237,9 @@ class LearnerProcess:
 
     def close(self) -> None:
         """Free the transport and leave the process group."""
-        self._parts.sender.close()
-        self._parts.saving.discard()
-        self._parts.learner.close()
+        self._up.sender.close()
+        self._up.saving.discard()
+        self._up.learner.close()
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         with death_as(queue_died):

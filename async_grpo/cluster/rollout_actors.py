@@ -156,6 +156,7 @@ class ActorManager:
         slot = self._open(room)
         if self._slots.limit is not None:
             self._slots.limit = max(self._slots.limit, len(self._slots))
+        assert slot.filling is not None
         await asyncio.wait({slot.filling})
         if slot.engine is None or slot.engine not in self._alive:
             raise RunError(
@@ -188,6 +189,7 @@ class ActorManager:
         drained, _ = await asyncio.wait(
             {asyncio.ensure_future(settled(engine.handle.drain.remote()))}, timeout=timeout_s
         )
+        assert self._publications is not None, "begin() comes first"
         async with self._publications.between_publications():
             await self._vacate(slot)
         unfinished = " before it had finished all of its groups, which are issued again"
@@ -323,6 +325,7 @@ class ActorManager:
         return slot.engine is not None and slot.engine in self._alive
 
     def _create(self, slot: EngineSlot) -> RemoteEngine:
+        assert slot.option is not None, "the slot is reserved first"
         actor_id, node_id, spec = slot.next_id(), slot.node_id, self._spec
         actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **slot.option)
         handle = actor.remote(
@@ -491,9 +494,10 @@ class ActorManager:
         while await self._may_restart(slot, fault):
             engine = self._create(slot)
             self._listener.note(f"{fault}; {engine.actor_id} takes its place")
-            fault = await self._serve(engine)
-            if fault is None:
+            again = await self._serve(engine)
+            if again is None:
                 return
+            fault = again
 
     async def _may_restart(self, slot: EngineSlot, fault: str) -> bool:
         """Count a fault; False when it ended the slot."""
@@ -522,6 +526,7 @@ class ActorManager:
     async def _serve(self, engine: RemoteEngine) -> str | None:
         """Bring a new process to the live weights and into the live set; its fault, if any."""
         started = time.monotonic()
+        assert self._publications is not None, "begin() comes first"
         try:
             await self._load(engine)
             self._spawn(self._probe(engine))
@@ -593,5 +598,6 @@ class ActorManager:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self._stopping:
-            self._failures.fail(task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._stopping:
+            self._failures.fail(error)

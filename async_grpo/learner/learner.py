@@ -329,6 +329,7 @@ class Learner:
 
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[UpdateFacts]:
         """Find what the whole update says about each micro-batch, without gradient."""
+        assert self._plan is not None, "begin() comes first"
         with torch.no_grad(), Stopwatch() as watch:
             batches, passes = [], []
             for ready in ahead(self._prepare, micro_batches, device=self._torch_device):
@@ -359,6 +360,7 @@ class Learner:
             self._effective.add(
                 one.logprobs.detach(), batch.behavior, batch.trained, batch.row_index
             )
+        assert one.entropy is not None
         return self._math.loss(
             one.batch,
             one.logprobs,

@@ -91,6 +91,12 @@ class TokenBatch:
         )
 
 
+def known(values: np.ndarray | None) -> np.ndarray:
+    """Return values of a row that an earlier part of the step has computed."""
+    assert values is not None, "the step computes this before"
+    return values
+
+
 def decode_rows(
     plan: RankPlan, payload: codec.Buffer, *, max_staleness: int, mask_stale: bool = False
 ) -> dict[RowKey, LearnerRow]:
@@ -154,8 +160,8 @@ def token_batch(
 
     def computed(arrays: list[np.ndarray | None]) -> Tensor | None:
         """Return the column, or None where a row has no values."""
-        known = [array for array in arrays if array is not None]
-        return column(known, np.float32) if known and len(known) == len(arrays) else None
+        there = [array for array in arrays if array is not None]
+        return column(there, np.float32) if there and len(there) == len(arrays) else None
 
     behavior = column([row.behavior for row in rows], np.float32)
     anchor = computed([row.anchor for row in rows])
@@ -169,7 +175,7 @@ def token_batch(
         behavior=behavior,
         anchor=behavior if anchor is None else anchor,
         reference=computed([row.reference for row in rows]),
-        advantages=column([row.advantages for row in rows], np.float32),
+        advantages=column([known(row.advantages) for row in rows], np.float32),
         mask=column([np.ones(len(row.lag)) for row in rows], np.uint8),
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),

@@ -42,7 +42,7 @@ from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import RowKey, RowValue
-from async_grpo.learner.rows import LearnerRow, TokenBatch
+from async_grpo.learner.rows import LearnerRow, TokenBatch, known
 from async_grpo.learner.zero import Collectives
 
 
@@ -85,7 +85,7 @@ class TokenMath:
         """Compute and keep the row's token KL, of the recomputed policy if any; its sum."""
         policy = row.behavior if row.anchor is None else row.anchor
         row.kl = kl_penalty(
-            _double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type
+            _double(policy), _double(known(row.reference)), self._algorithm.kl_ctrl.kl_type
         ).numpy()
         return float(row.kl.sum())
 
@@ -111,7 +111,9 @@ class TokenMath:
             return torch.from_numpy(out)
 
         mask = padded([np.ones(len(row.lag)) for row in rows.values()])
-        kl = padded([row.kl for row in rows.values()]) if algorithm.add_token_level_kl else None
+        kl = None
+        if algorithm.add_token_level_kl:
+            kl = padded([known(row.kl) for row in rows.values()])
         turns = self._estimator.turns
         rewards = place_rewards(
             _double([0.0 if turns else values[key].value for key in rows]),

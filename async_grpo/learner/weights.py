@@ -50,7 +50,7 @@ class _Weight:
 
     def merged(self) -> Tensor:
         """Merge the adapter into the weight; parameters must be whole."""
-        if self.down is None:
+        if self.down is None or self.up is None:
             return self.base.data
         product = self.up.data.float() @ self.down.data.float()  # [out, in]
         return product.mul_(self.scaling).add_(self.base.data).to(self.base.dtype)

@@ -222,11 +222,11 @@ class RolloutActor:
                     if tickets and want > len(tickets):
                         continue
                 await self._wait_for_change(POLL_S)
-                for task in [sender, *(work.task for work in self._groups.values())]:
-                    if task.done() and task.exception() is not None:
-                        raise task.exception()
+                for task in [sender, *self._group_tasks()]:
+                    if task.done() and (error := task.exception()) is not None:
+                        raise error
         finally:
-            pending = [sender, *(work.task for work in self._groups.values())]
+            pending = [sender, *self._group_tasks()]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
@@ -344,6 +344,9 @@ class RolloutActor:
         """Cores that the engine does not use, for what is not in this process; or all."""
         everywhere = os.sched_getaffinity(0)
         return everywhere - self._cores or everywhere
+
+    def _group_tasks(self) -> list[asyncio.Task[None]]:
+        return [work.task for work in self._groups.values() if work.task is not None]
 
     async def _acquire(self, want: int) -> list[GroupTicket] | None:
         version, report = self.parts.engine.serving_version, self._due_report()

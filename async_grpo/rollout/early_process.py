@@ -194,10 +194,16 @@ def _read(pipe: int, size: int) -> bytes:
     return found
 
 
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    return Path(spec.origin).parent
+
+
 def preload() -> str:
     """LD_PRELOAD as vLLM sets it on CPU: PyTorch's OpenMP library, and vLLM's allocator if any."""
     libraries = os.environ.get("LD_PRELOAD", "")
-    torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
+    torch, vllm = (_folder(name) for name in ("torch", "vllm"))
     if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):
         found = _first(torch.parent / "torch.libs/libgomp*.so*", torch / "lib/libgomp*.so*")
         libraries = ":".join(filter(None, [libraries, found]))

@@ -320,7 +320,8 @@ class Engine:
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
         options = asdict(sampling)
-        if options.pop("repetition"):
+        options.pop("repetition")
+        if sampling.repetition:
             longest, times = sampling.repetition
             options["repetition_detection"] = RepetitionDetectionParams(longest, 1, times)
         params = SamplingParams(

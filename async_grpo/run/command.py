@@ -104,12 +104,14 @@ def _train_on(trainer: Trainer, console: Console) -> None:
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + coded(second)[1])
         raise
+    tracker = trainer.tracker
+    assert tracker is not None, "a run that trains is tracked"
     final = trainer.save()  # first: what goes wrong in the evaluation must not cost the training
     if not trainer.stop_requested:
         _evaluate_last(trainer, console)
-        log_model(trainer.config, console, trainer.tracker, final / "hf")
+        log_model(trainer.config, console, tracker, final / "hf")
     rows, loop = summarise(trainer, final), trainer.system.loop
-    trainer.tracker.tag("mlflow.note.content", described(rows))
+    tracker.tag("mlflow.note.content", described(rows))
     trainer.stop("FINISHED", ending=(0, ""))
     # nothing is under way any more
     final_account = dict(goodput(loop.latest, scope=scope(trainer, "whole run")))

@@ -122,7 +122,7 @@ class Lifecycle:
         if notes is None:  # the model has just been made
             task = load_task(self.config.task, self.config.seed)
             notes = look(self.config, task, model_dir=model_dir)
-        self.console.info(*notes)
+        self.console.info(*(notes or []))
         if not self._facts.held_out:
             self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
         saver = self._log.saver = saver_of(
@@ -134,7 +134,7 @@ class Lifecycle:
             listener=self._log,
         )
         with self.console.phase("joining Ray" if uses_cluster() else "starting Ray"):
-            self._connect()
+            connection = self._connect()
         from async_grpo.cluster.prometheus import Exported
 
         self._log.gauges = Exported(self.config.run.name)
@@ -145,7 +145,7 @@ class Lifecycle:
             note=self.console.info,
         )
         origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
-        self._start_system(model_dir, origin, saver)
+        self._start_system(connection, model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         self.console.info(*tracker.ready(check=self._stop_requested.check))
         system = self.system
@@ -276,19 +276,21 @@ class Lifecycle:
     def _connect(self, *, learner_only: bool = False) -> Connection:
         """Join or start Ray; from the main thread."""
         self._thread.start()
-        self._connection = Connection(
+        connection = self._connection = Connection(
             self.config, self._loop, check=self._stop_requested.check, learner_only=learner_only
         )
-        if (warning := self._connection.session.exposed_token()) is not None:
+        if (warning := connection.session.exposed_token()) is not None:
             self.console.info(warning)
-        return self._connection
+        return connection
 
-    def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
+    def _start_system(
+        self, connection: Connection, model_dir: str, origin: Origin, saver: Saver
+    ) -> None:
         """Start engines and learner, and let the learner's weights reach the engines."""
         from async_grpo.cluster.downloads import download_everywhere
         from async_grpo.run.system import StartFacts, System, reserve
 
-        config, checked, connection = self.config, self._facts, self._connection
+        config, checked = self.config, self._facts
         facts = StartFacts(
             total_steps=checked.total_steps,
             weights=checked.weights,
@@ -361,8 +363,8 @@ class Lifecycle:
                 last.callback(lambda: self._run(running.stop(orderly=orderly)))
             if self._thread.is_alive():
                 self._finish_saving(failed=not orderly)
-                tracked = self._speed is not None and self._log.tracker is not None
-                if tracked and (errors := self._speed.end()):
+                speed = None if self._log.tracker is None else self._speed
+                if speed is not None and (errors := speed.end()):
                     self._log.logged(self._log.newest_step, errors)
 
     def _end_loop(self) -> None:
@@ -390,8 +392,8 @@ class Lifecycle:
 
     def _model_dir(self) -> str:
         """Return the directory of the model, which is made where there is none."""
-        if self.config.model.path is not None:
-            return known_model(self.config)
+        if self.config.model.path is not None and (known := known_model(self.config)):
+            return known
         made = needed("warm_start", "`model.warm_start`")
         return made.model_directory(
             self.config, progress=self.console.info, check=self._stop_requested.check
@@ -402,6 +404,11 @@ class Lifecycle:
             work.close()
             raise RunError("a coroutine of the run cannot wait for a call of its trainer")
         return self._stop_requested.run(work, self._loop, stoppable=stoppable)
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._log.saver is not None, "start() comes first"
+        return self._log.saver
 
     @property
     def _facts(self) -> Checked:

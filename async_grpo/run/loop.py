@@ -24,7 +24,7 @@ loop           consumes metadata; waits for a batch, the ranks, and the publicat
 Learner rank   consumes payload and row values; waits for the loop's calls and the other ranks
 
 A learner that was set back to a checkpoint repeats the recorded steps after it (`repeat`): the same
-without publications.
+without publications. That half is `StepTrainer`, which also trains a recorded run again alone.
 
 Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly
 `rollout_batch_size` groups; nothing waits longer than `watchdog.step_timeout_s`, and a failure
@@ -127,8 +127,11 @@ class StepListener(Protocol):
         """Log something of interest."""
 
 
-class Loop:
-    """Trains step by step."""
+class StepTrainer:
+    """Trains batches, step by step, and repeats recorded steps; nothing of it is published."""
+
+    _times_repeats = True
+    """Whether a repeated step's line has its seconds."""
 
     def __init__(
         self,
@@ -136,38 +139,25 @@ class Loop:
         *,
         queue: BatchQueue,
         learner: TrainingLearner,
-        publisher: Publisher | None,
         weights: dict[str, float],
         total_steps: int,
         steps_done: int,
         listener: StepListener,
         row_state: dict[str, Any] | None = None,
-        samples: BatchSamples | None = None,
     ) -> None:
-        """Take the parts of a loop. publisher: None to only repeat recorded steps. samples: shows
-        responses.
-        """
+        """weights: of the reward components. row_state: what the row mathematics kept."""
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
-        self._publisher, self.total_steps = publisher, total_steps
-        self._listener, self._samples = listener, samples
+        self._listener, self.total_steps = listener, total_steps
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.steps_done = self._published = steps_done
+        self.steps_done = steps_done
         self._row_math = RowMath(config, weights, row_state)
-        self._interrupted = 0
-        """The step that was cancelled while it trained; 0: none."""
-        self.stopping = False
-        """Whether to give up waiting for groups."""
         self.phase = "starting"
         """What a step is doing, for messages."""
         self.latest: dict[str, float] = {}
         """Metrics of the last step."""
         self.lengths: list[tuple[int, ...]] = []
         """Response lengths of the last step, by group."""
-        self.tokens = 0
-        self.lag_sum = self.lag_max = 0.0
-        self.durations: list[float] = []
-        self.scores: list[float] = []
         self.time = TimeByCause(LEARNER_CAUSES)
         """What the learner spends its time on, from the first thing it is asked to do."""
         self._line: dict[str, float] = {}
@@ -181,7 +171,7 @@ class Loop:
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
         """Set the loop back to a step, with the `row_state` there; None: the initial model."""
-        self.steps_done = self._published = steps_done
+        self.steps_done = steps_done
         self._row_math = RowMath(self._config, self._weights, row_state)
 
     async def repeat(
@@ -194,11 +184,11 @@ class Loop:
         while self.steps_done < until:
             step, started = self.steps_done + 1, time.perf_counter()
             self.phase = f"repeating learner step {step}"
-            batch = await self._take(step, stoppable=False)
+            batch = await self._take(step)
             taken = time.perf_counter()
             sums, metrics = await self._guard(self._train(batch))
             trained = time.perf_counter()
-            self.steps_done = self._published = step
+            self.steps_done = step
             expected = recorded.get(step, "")
             found = await self._guard(digest(step)) if expected else ""
             comparison.add(step, found=found, recorded=expected)
@@ -206,7 +196,7 @@ class Loop:
                 "train/repeated": 1.0,
                 "weights/differ": float(len(comparison.different)),
             }
-            if self._publisher is None:  # the seconds of a recovery count as restarting
+            if self._times_repeats:
                 metrics |= self._times(
                     wall=time.perf_counter() - started,
                     wait=taken - started,
@@ -218,6 +208,137 @@ class Loop:
             self.latest = metrics
         self.phase = BETWEEN
         return comparison
+
+    def row_state(self) -> dict[str, Any]:
+        """State that the row mathematics keeps from step to step, for a checkpoint."""
+        return self._row_math.state()
+
+    async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
+        self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
+        plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
+        kl_sums = await self._learner.begin(plans)
+        values, metrics = self._row_math.values(batch, kl_sums)
+        await self._learner.assign(values, kl_coef, self._row_math.lr_factor)
+        for index in range(len(plans[0].updates)):
+            await self._learner.update(index)
+        sums = MetricSums()
+        for rank in await self._learner.end():
+            sums.merge(MetricSums.from_wire(rank))
+        if self._row_math.trained(sums.means()):
+            self._listener.note(
+                f"step {batch.step}: data from old policies keeps the policy swinging (train/ess); "
+                f"the learning rate is {self._row_math.lr_factor:g} of its first from now on"
+            )
+        return sums, metrics
+
+    async def _take(self, step: int) -> Batch:
+        timeout_s = self._config.watchdog.step_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            batch = await self._guard(self._queue.get_batch(step))
+            if batch is not None:
+                return batch
+            if time.monotonic() > deadline:
+                counts = {
+                    name: int(value)
+                    for name, value in (await self._queue.metrics()).items()
+                    if value and "/" in name
+                }
+                raise Stalled(
+                    f"no batch for learner step {step} within watchdog.step_timeout_s = "
+                    f"{timeout_s:g} s; the queue has {counts}"
+                )
+            await self._while_waiting(step)
+            await asyncio.sleep(POLL_S)
+
+    async def _while_waiting(self, step: int) -> None:
+        """Do what there is to do while a batch is waited for."""
+
+    async def _guard(self, work: Awaitable[Any]) -> Any:
+        """Await `work`, unless the run fails first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failure.result() if self._failure.done() else task.result()
+        finally:
+            task.cancel()
+
+    def _times(
+        self, *, wall: float, wait: float, train: float, publish: float, tokens: float
+    ) -> dict[str, float]:
+        before, self._line = self._line, self.time_metrics()
+        spent = LearnerTime.between(before, self._line, tokens=tokens)
+        return {
+            "time/step": wall,
+            "time/wait": wait,
+            "time/train": train,
+            "time/publish": publish,
+            "time/learner_idle": spent.idle,
+            "train/tokens_per_s": spent.tokens_per_s,
+            **self._line,
+        }
+
+    def time_metrics(self) -> dict[str, float]:
+        """Seconds of the learner by cause so far."""
+        return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}
+
+
+class Loop(StepTrainer):
+    """Trains what the engines generate, and publishes the weights."""
+
+    _times_repeats = False  # the seconds of a recovery count as restarting
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        queue: BatchQueue,
+        learner: TrainingLearner,
+        publisher: Publisher,
+        weights: dict[str, float],
+        total_steps: int,
+        steps_done: int,
+        listener: StepListener,
+        row_state: dict[str, Any] | None = None,
+        samples: BatchSamples | None = None,
+    ) -> None:
+        """Take the parts of a loop. samples: shows responses."""
+        super().__init__(
+            config,
+            queue=queue,
+            learner=learner,
+            weights=weights,
+            total_steps=total_steps,
+            steps_done=steps_done,
+            listener=listener,
+            row_state=row_state,
+        )
+        self._publisher, self._samples = publisher, samples
+        self._published = steps_done
+        self._interrupted = 0
+        """The step that was cancelled while it trained; 0: none."""
+        self._repeating = False
+        self.stopping = False
+        """Whether to give up waiting for groups."""
+        self.tokens = 0
+        self.lag_sum = self.lag_max = 0.0
+        self.durations: list[float] = []
+        self.scores: list[float] = []
+
+    def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
+        """Set the loop back to a step; see `StepTrainer.go_back`."""
+        super().go_back(steps_done, row_state)
+        self._published = steps_done
+
+    async def repeat(
+        self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
+    ) -> Comparison:
+        """Train recorded steps again, whose weights are not published; see `StepTrainer.repeat`."""
+        self._repeating = True
+        try:
+            return await super().repeat(until, recorded=recorded, digest=digest)
+        finally:
+            self._repeating, self._published = False, self.steps_done
 
     async def step(self) -> dict[str, float]:
         """Train one learner step; its metrics. Raises LearnerLost behind an interrupted one."""
@@ -261,10 +382,6 @@ class Loop:
         self.phase, self.latest = BETWEEN, metrics
         return metrics
 
-    def row_state(self) -> dict[str, Any]:
-        """State that the row mathematics keeps from step to step, for a checkpoint."""
-        return self._row_math.state()
-
     async def finish(self) -> None:
         """Publish the newest weights, and wait until they are live."""
         await self.publish_newest()
@@ -294,56 +411,13 @@ class Loop:
         self._published = version
         return waited
 
-    async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
-        self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
-        plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
-        kl_sums = await self._learner.begin(plans)
-        values, metrics = self._row_math.values(batch, kl_sums)
-        await self._learner.assign(values, kl_coef, self._row_math.lr_factor)
-        for index in range(len(plans[0].updates)):
-            await self._learner.update(index)
-        sums = MetricSums()
-        for rank in await self._learner.end():
-            sums.merge(MetricSums.from_wire(rank))
-        if self._row_math.trained(sums.means()):
-            self._listener.note(
-                f"step {batch.step}: data from old policies keeps the policy swinging (train/ess); "
-                f"the learning rate is {self._row_math.lr_factor:g} of its first from now on"
+    async def _while_waiting(self, step: int) -> None:
+        """Let newcomers in, and give up waiting where the run was asked to end."""
+        if self.stopping and not self._repeating:
+            raise StopRequested(
+                f"the run was asked to end while learner step {step} waited for its groups"
             )
-        return sums, metrics
-
-    async def _take(self, step: int, *, stoppable: bool = True) -> Batch:
-        timeout_s = self._config.watchdog.step_timeout_s
-        deadline = time.monotonic() + timeout_s
-        while True:
-            batch = await self._guard(self._queue.get_batch(step))
-            if batch is not None:
-                return batch
-            if time.monotonic() > deadline:
-                counts = {
-                    name: int(value)
-                    for name, value in (await self._queue.metrics()).items()
-                    if value and "/" in name
-                }
-                raise Stalled(
-                    f"no batch for learner step {step} within watchdog.step_timeout_s = "
-                    f"{timeout_s:g} s; the queue has {counts}"
-                )
-            if stoppable and self.stopping:
-                raise StopRequested(
-                    f"the run was asked to end while learner step {step} waited for its groups"
-                )
-            await self._guard(self._publisher.refresh(step - 1))
-            await asyncio.sleep(POLL_S)
-
-    async def _guard(self, work: Awaitable[Any]) -> Any:
-        """Await `work`, unless the run fails first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            return self._failure.result() if self._failure.done() else task.result()
-        finally:
-            task.cancel()
+        await self._guard(self._publisher.refresh(step - 1))
 
     def _count(self, wall: float, metrics: dict[str, float]) -> None:
         """Add a step that was trained for the first time to what the summary shows."""
@@ -353,22 +427,3 @@ class Loop:
         # absent when no token of the batch is in the loss
         self.lag_sum += metrics.get("train/lag_mean", 0.0)
         self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
-
-    def _times(
-        self, *, wall: float, wait: float, train: float, publish: float, tokens: float
-    ) -> dict[str, float]:
-        before, self._line = self._line, self.time_metrics()
-        spent = LearnerTime.between(before, self._line, tokens=tokens)
-        return {
-            "time/step": wall,
-            "time/wait": wait,
-            "time/train": train,
-            "time/publish": publish,
-            "time/learner_idle": spent.idle,
-            "train/tokens_per_s": spent.tokens_per_s,
-            **self._line,
-        }
-
-    def time_metrics(self) -> dict[str, float]:
-        """Seconds of the learner by cause so far."""
-        return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}

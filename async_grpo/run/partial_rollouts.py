@@ -35,11 +35,14 @@ class PartialCollector:
     def __init__(self, config: Config, origin: Path | None, listener: RunListener) -> None:
         """origin: the checkpoint that the run resumes from, its sums verified."""
         self._enabled, self._listener = config.checkpoint.partial_rollouts, listener
-        self._restored = self._read(origin) if self._enabled and origin is not None else None
+        self._restored = None
+        self.path: str | None = None
+        """File from which rollout actors continue."""
+        if self._enabled and origin is not None:
+            self._restored = self._read(origin)
+            self.path = None if self._restored is None else str(origin / FILE)
         self._gathering: asyncio.Task[EncodedGroups] | None = None
         self.silent = 0
-        self.path = None if self._restored is None else str(origin / FILE)
-        """File from which rollout actors continue."""
 
     def snapshot(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the checkpoint's queue snapshot, with the facts of its partial rollouts added."""

@@ -88,10 +88,10 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
         "nodes": lambda: [evidence.gather(run_dir)],
         "versions": _versions,
     }
-    actors, loop = scene.actors, scene.loop
+    actors, loop, session = scene.actors, scene.loop, scene.session
     engines = [] if actors is None else list(actors.processes())
-    if scene.session is not None:
-        parts["other_nodes"] = lambda: other_nodes(scene.session, run_dir, limit_s=LIMIT_S - 2)
+    if session is not None:
+        parts["other_nodes"] = partial(other_nodes, session, run_dir, limit_s=LIMIT_S - 2)
         if scene.queue is not None:
             parts["queue"] = lambda: queue_of(scene.queue)
         for engine in engines:

@@ -3,8 +3,8 @@
 Runs in: the driver. Starts the learner ranks and a queue that serves a journal; no engine, no
 rollout actor, nothing is published:
 
-    journal -> RecordedQueue -- metadata --> Loop.repeat -> learner ranks -> digest of the weights,
-        compared with the recorded one
+    journal -> RecordedQueue -- metadata --> StepTrainer.repeat -> learner ranks -> digest of the
+        weights, compared with the recorded one
 
 Invariant: everything between a batch and the weights is the same code as in a run, so with the same
 settings and ranks the weights are the same bits.
@@ -24,7 +24,7 @@ from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.replay.history import RecordedQueue
-from async_grpo.run.loop import Comparison, Loop, StepListener
+from async_grpo.run.loop import Comparison, StepListener, StepTrainer
 from async_grpo.weights.transport import Version
 from async_grpo.wire.codec import Batch
 
@@ -42,7 +42,7 @@ class Rerun:
         self._key = key
         self._learner: LearnerGroup | None = None
         self._queue: Any = None
-        self.loop: Loop | None = None
+        self.loop: StepTrainer | None = None
 
     async def run(
         self,
@@ -76,11 +76,10 @@ class Rerun:
         await learner.connect([])
         batches = RecordedBatches(queue)
         recorded = await batches.digests()
-        self.loop = Loop(
+        self.loop = StepTrainer(
             config,
             queue=batches,
             learner=learner,
-            publisher=None,
             weights=self._weights,
             total_steps=last,
             steps_done=first - 1,

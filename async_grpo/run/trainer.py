@@ -151,7 +151,7 @@ class Trainer(Lifecycle):
         """
         path = Path(path).expanduser().resolve()
         if self._system is not None:
-            self._run(self._log.saver.wait())  # one under way may prune this one
+            self._run(self._saver.wait())  # one under way may prune this one
             origin = Origin(path, verified(path)["step"])
             own = path == checkpoint.path_for(self.run_dir.resolve(), origin.step)
             if not own or origin.step > self.steps_done:
@@ -288,7 +288,8 @@ class Trainer(Lifecycle):
             metrics = self._run(system.step())
         except StopRequested:
             return None
-        self._log.saver.check()
+        self._saver.check()
+        assert self._speed is not None, "start() comes first"
         if predicted := self._speed.observe(metrics, system.loop.lengths):
             self._log.logged(self.steps_done, predicted)
         if self._due(self.config.checkpoint.every_steps, before):
@@ -311,8 +312,8 @@ class Trainer(Lifecycle):
             "run_epoch": system.run_epoch,
             "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }
-        saver = self._log.saver
-        return self._run(saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
+        work = self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait)
+        return self._run(work)
 
     def _repeat(self, source: Path, course: Course) -> Comparison:
         """Start a learner alone, and train the recorded steps of this course."""

@@ -101,7 +101,7 @@ class RunLock:
             with _alone(self._run_dir):
                 owner = _read(self._path)
                 lives = False if owner is None else _lives(owner, self._path)
-                if lives is False:
+                if owner is None or lives is False:
                     self._write()
                     return owner is not None
                 touched = self._path.stat().st_mtime_ns

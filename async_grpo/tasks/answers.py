@@ -90,11 +90,13 @@ def equal(answer: str, reference: str) -> bool:
         return False
     if answer == reference:
         return True
-    numbers = _as_number(answer), _as_number(reference)
-    if None not in numbers and (
-        numbers[0] == numbers[1] or all(number.denominator == 1 for number in numbers)
+    one, other = _as_number(answer), _as_number(reference)
+    if (
+        one is not None
+        and other is not None
+        and (one == other or one.denominator == other.denominator == 1)
     ):
-        return numbers[0] == numbers[1]
+        return one == other
     return is_safe(answer) and is_safe(reference) and _math_equal(answer, reference)
 
 

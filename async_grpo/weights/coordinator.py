@@ -286,22 +286,23 @@ class Coordinator(Generic[Engine]):
         engine would be left, by all engines, and the next publication waits.
         """
         async with self._lock:
+            assert self._newest is not None, "start() comes first"
             serving, label = self.serving(), self._newest.label
             if len(serving) < 2:
                 with Pin[Engine](label) as self._pin:
                     yield self._pin
                 return
-            pin = Pin(label, serving[-1])
-            self._engines.leave(pin.engine)
-            self._connected.discard(pin.engine.actor_id)
+            engine = serving[-1]
+            self._engines.leave(engine)
+            self._connected.discard(engine.actor_id)
         try:
-            yield pin
+            yield Pin(label, engine)
         except asyncio.CancelledError:  # the run ends
             raise
         except BaseException:
-            await self._return(pin.engine, pin.label)
+            await self._return(engine, label)
             raise
-        await self._return(pin.engine, pin.label)
+        await self._return(engine, label)
 
     async def _return(self, engine: Engine, label: str) -> None:
         """Re-admit an engine that was away, and serves `label`, at the newest version, or where the
@@ -310,7 +311,8 @@ class Coordinator(Generic[Engine]):
         if self._pushes or not self._engines.lives(engine):
             async with self._lock:
                 self._engines.back(engine)
-                if engine.actor_id in self._group and label == self._newest.label:
+                newest = self._newest
+                if newest and engine.actor_id in self._group and label == newest.label:
                     self._connected.add(engine.actor_id)
             return
         try:

@@ -56,6 +56,7 @@ class IpcSender(WeightSender):
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Fill a copy and announce its handles."""
         copy = self._apart if apart else self._copy
+        assert copy is not None, "connect() or reserve() comes first"
         self._layout.fill(copy, self._owner.named_weights(), once=apart)
         checksums, name = self._layout.sums(copy, verify=verify)
         torch.cuda.synchronize(self._owner.device)

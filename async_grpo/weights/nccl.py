@@ -221,9 +221,11 @@ class NcclSender(WeightSender):
 
     def _send(self) -> str:
         self._source.open()
-        group = self._engine.model_update_group
+        engine = self._engine
+        assert engine is not None, "rendezvous() comes first"
+        group = engine.model_update_group
         if group is None:  # it only takes part in the gathers
-            self._engine.send_weights()
+            engine.send_weights()
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
@@ -231,7 +233,7 @@ class NcclSender(WeightSender):
             torch.cuda.synchronize(self._owner.device)
         group.begin(self._share, verify=self._verify)
         try:
-            self._engine.send_weights()
+            engine.send_weights()
             # unpacked, vLLM only puts the broadcasts on the stream
             torch.cuda.current_stream().synchronize()
             group.end()

@@ -157,6 +157,7 @@ class Segments:
         """
         if apart:
             self.reserve()
+            assert self._apart is not None
             self._writing = self._apart
         else:
             self._turn = 1 - self._turn
@@ -217,14 +218,13 @@ class SharedMemorySender(WeightSender):
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Write a segment and announce its path and sequence number."""
         self._sequence += 2
-        buffer = (
-            None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
-        )
+        segments = self._segments
+        buffer = None if segments is None else segments.begin(self._sequence, apart=apart)
         self._layout.fill(buffer, self._owner.named_weights(), once=apart)
-        if buffer is None:
+        if segments is None or buffer is None:
             return Announcement(label, "shared_memory")
         checksums, name = self._layout.sums(buffer, verify=verify)
-        path = self._segments.commit()
+        path = segments.commit()
         payload = {"path": str(path), "sequence": self._sequence, "checksums": checksums}
         return Announcement(label, "shared_memory", payload, name, self._layout.nbytes)
 

@@ -172,7 +172,7 @@ def pack_reloaded_experts(model: nn.Module) -> None:
     first time and copies raw weights into packed storage later.
     """
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is None:
             continue
         if "process_weights_after_loading" not in vars(method):
@@ -200,6 +200,7 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
 
     def receive_weights(self, update_info: SegmentInfo) -> None:
         """Load the tensors of the announced segment."""
+        assert self._reader is not None, "init_transfer_engine() comes first"
         self._announced = update_info
         self._load(
             self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums)
@@ -208,6 +209,7 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
     def finish_weight_update(self) -> None:
         """Finish the reload, and check that nothing was written meanwhile."""
         super().finish_weight_update()
+        assert self._reader is not None
         # The layerwise reload may read the segment as late as here.
         self._reader.check(self._announced.path, self._announced.sequence)
 
@@ -238,6 +240,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
                 self._kept = update_info.handles, self._buffer
         else:
             self._buffer = self._kept[1]
+        assert self._buffer is not None
         if update_info.checksums:
             self._layout.verify(self._buffer, update_info.checksums)
         self._load(self._layout.tensors(self._buffer))

@@ -139,8 +139,9 @@ def _segments(header: dict[str, Any]) -> _Segments:
             f"{len(segments)} segments for {len(turns)} rows; every row has turns, each with a "
             "number of context tokens and at least 1 sampled token"
         )
-    values = _finite(header, "turn_rewards", len(lengths)) if header["turn_rewards"] != [] else []
-    if None in values:
+    given = _finite(header, "turn_rewards", len(lengths)) if header["turn_rewards"] != [] else []
+    values = [value for value in given if value is not None]
+    if len(values) != len(given):
         raise WireError("turn_rewards must be numbers")
     if len(lengths) == len(turns) and not values:  # the usual case, and so the fast one
         return _Segments(lengths, contexts, turns, [None] * len(turns))

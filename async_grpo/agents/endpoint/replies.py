@@ -28,7 +28,7 @@ def completion(
         "logprobs": None,
     }
     if request.wants_logprobs:
-        content = [
+        content: list[dict[str, Any]] = [
             {"token": words([token]), "logprob": float(logprob), "bytes": None, "top_logprobs": []}
             for token, logprob in zip(ids, done.logprobs, strict=True)
         ]

@@ -233,7 +233,8 @@ class Progress:
             }
             seconds = facts["metrics"].get("seconds_per_step", math.nan)
             going_on = text == "training" and not self._end
-            if going_on and self._clock() - self._step_at > max(QUIET_S, 5 * seconds):
+            waited = 0.0 if self._step_at is None else self._clock() - self._step_at
+            if going_on and waited > max(QUIET_S, 5 * seconds):
                 facts["quiet"] = self._notes[-1] if self._notes else ""
             elif math.isfinite(seconds):
                 facts["eta_s"] = max(0, self._total - self._step) * seconds

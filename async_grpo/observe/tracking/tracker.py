@@ -474,7 +474,7 @@ def check_server(config: Config) -> None:
         port = uri.port or (443 if uri.scheme == "https" else 80)
     except ValueError as error:
         raise TrackingError(
-            f"`tracking.uri` is {without_password(settings.uri)}: {error}"
+            f"`tracking.uri` is {without_password(settings.uri or '')}: {error}"
         ) from error
     if settings.offline_ok:
         return
@@ -485,7 +485,7 @@ def check_server(config: Config) -> None:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise TrackingError(
-            f"`tracking.uri` is {without_password(settings.uri)}, where nothing answers "
+            f"`tracking.uri` is {without_password(settings.uri or '')}, where nothing answers "
             f"({error.strerror or error}): start the server, or set tracking.offline_ok=true to "
             "begin without it, or tracking.mlflow=false"
         ) from error

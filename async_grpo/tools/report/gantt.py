@@ -124,7 +124,9 @@ def _group(window: Window, stretch: Stretch, group_id: int, taken: dict[int, flo
     if times["queued"] < window.end and times["scored"] > window.begin:
         window.generating.setdefault(meta.actor_id, []).append((times["queued"], times["done"]))
         window.scoring.setdefault(meta.actor_id, []).append((times["done"], times["scored"]))
-    left = taken.get(result.step, window.end) if result.waits or result.step is not None else None
+    left = window.end if result.waits else None
+    if result.step is not None:
+        left = taken.get(result.step, window.end)
     if left is not None and left > window.begin and times["scored"] < window.end:
         window.ready.append((times["scored"], max(times["scored"], left)))
 
