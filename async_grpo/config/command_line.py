@@ -23,6 +23,8 @@ class Parser(argparse.ArgumentParser):
     """Reads the words behind a verb; settings may stand between the options."""
 
     given: Sequence[str] = ()
+    of_a_run = False
+    """Whether the verb begins what a run begins with, and names its exit code as a run does."""
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Read the words; end the process for `--help`, and for words that make no sense."""
@@ -31,6 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def config(self) -> None:
         """Take a YAML file or the name of a recipe, and settings."""
+        self.of_a_run = True
         self.add_argument(
             "config", metavar="CONFIG", help="YAML file, or the name of a recipe: quickstart"
         )
@@ -70,7 +73,8 @@ class Parser(argparse.ArgumentParser):
                 "name a YAML file or a recipe, such as quickstart (`async-grpo recipes` lists "
                 "them); settings may follow: learner.lr=5e-7"
             )
-        self.exit(2, f"error: {message}\nerror: exit code 2: {EXIT_MEANING[2]}\n")
+        last = f"error: exit code 2: {EXIT_MEANING[2]}\n" if self.of_a_run else ""
+        self.exit(2, f"error: {message}\n{last}")
 
     def _as_setting(self, option: str) -> str:
         """Say which settings an option may have meant, with the value that it was given."""

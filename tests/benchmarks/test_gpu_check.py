@@ -67,7 +67,7 @@ class Commands:
             from async_grpo.config.load import dump
 
             (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
-        elif "async_grpo.tools.evaluate" in command:
+        elif "eval" in command:
             output = 'evaluating ...\n{"eval/accuracy_greedy": 0.5}\n'
         elif "benchmarks.gpu_senders" in command:
             output = f"Loading\n{json.dumps(SENT | {'wrong_pieces': self.wrong_pieces})}\n"

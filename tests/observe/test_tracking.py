@@ -430,7 +430,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         tracker.finish("FAILED")
         assert time.monotonic() - started < tracking.FINISH_TIMEOUT_S + 5
         assert "2 rows of metrics.jsonl are not sent (" in notes[-1] and notes[-1].endswith(
-            f"async_grpo.tools.report --sync {tmp_path}"
+            f"async-grpo report --sync {tmp_path}"
         )
         assert verbs.report(["--sync", str(tmp_path)]) == 2
         assert "2 rows are left" in capsys.readouterr().err

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from async_grpo import cli
 from async_grpo.algo.advantages import row_advantages
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.run.ending import explained
-from async_grpo.run.loop import Loop
+from async_grpo.run.loop import Loop, StepTrainer
 from async_grpo.run.planning import RowMath
 from async_grpo.run.summary import summarise
 from async_grpo.wire.codec import Batch
@@ -202,16 +203,17 @@ class Fakes:
         self.empty_answers, self.lags = empty_answers, lags
         self.training: asyncio.Event | None = None
         self.pinned: asyncio.Event | None = None
-        self.loop = Loop(
-            settings,
-            queue=self,
-            learner=self,
-            publisher=self if publishes else None,
-            weights=WEIGHTS,
-            total_steps=9,
-            steps_done=steps_done,
-            listener=self.listener,
-            row_state=row_state,
+        parts: dict[str, Any] = {
+            "queue": self,
+            "learner": self,
+            "weights": WEIGHTS,
+            "total_steps": 9,
+            "steps_done": steps_done,
+            "listener": self.listener,
+            "row_state": row_state,
+        }
+        self.loop: Any = (
+            Loop(settings, publisher=self, **parts) if publishes else StepTrainer(settings, **parts)
         )
 
     async def get_batch(self, step: int) -> Batch | None:
@@ -387,8 +389,8 @@ def test_recorded_steps_are_repeated_compared_and_not_published(publishes: bool)
         assert [line["weights/differ"] for _, line in run.logged] == [0, 1, 1, 1]
         assert all(line["train/repeated"] == 1 for _, line in run.logged)
         assert all(("time/step" in line) is not publishes for _, line in run.logged)
-        assert run.loop.tokens == 0, "the summary counts a step once"
         if publishes:
+            assert run.loop.tokens == 0, "the summary counts a step once"
             await run.loop.publish_newest()
             assert "publish 5" not in run.events, "its version was published before"
 
@@ -621,9 +623,7 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(
 
 def test_version_and_help_name_what_else_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "--help"):
-        with pytest.raises(SystemExit) as ended:
-            train([option])
-        assert ended.value.code == 0
+        assert cli.main([option]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"async_grpo {metadata.version('async_grpo')}" in said
-    assert all(f"async_grpo.{name}" in said for name in ("status", "report", "replay"))
+    assert all(f" {name} " in said for name in ("status", "report", "inspect"))

@@ -23,9 +23,9 @@ import ray.exceptions
 from async_grpo import errors
 from async_grpo.errors import EXIT_MEANING, NonFinite, StalenessError, StopRequested
 from async_grpo.observe.console.console import Console
-from async_grpo.run import command as run
 from async_grpo.run.ending import guarded
 from async_grpo.runtime import stopping
+from async_grpo.runtime.stopping import STOPPED_EARLY
 from tests.support.waiting import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +276,7 @@ def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
 
     assert guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
     assert capsys.readouterr().out.splitlines() == [
-        run.STOPPED_EARLY,
+        STOPPED_EARLY,
         f"exit code 0: {EXIT_MEANING[0]}",
     ]
 
@@ -332,7 +332,8 @@ def test_waiting_for_groups_ends_when_asked() -> None:
 
     async def main() -> None:
         loop._config = SimpleNamespace(watchdog=SimpleNamespace(step_timeout_s=60.0))
-        loop._queue, loop._publisher, loop.stopping = Queue(), Publisher(), False
+        loop._queue, loop._publisher = Queue(), Publisher()
+        loop.stopping = loop._repeating = False
         loop._failure = asyncio.get_running_loop().create_future()
         await asyncio.wait_for(loop._take(1), 30)
 

@@ -22,7 +22,7 @@ from async_grpo.rollout.episodes import Episode
 from async_grpo.tasks.base import Problem
 from tests.support.scripted_policy import Letters, Saying
 
-AGENTS = Path(__file__).parent.parent / "rollout" / "endpoint" / "agents"
+AGENTS = Path(__file__).parent.parent / "agents" / "endpoint" / "agents"
 PLAIN = PlainFormat(Letters())
 
 

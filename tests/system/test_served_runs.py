@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 STEPS, GROUPS, SIZE = 2, 4, 4
 EXAMPLES = PROGRAM.parents[1]
 AGENT = EXAMPLES / "openai_loop" / "agent.py"
-PLAIN = EXAMPLES.parent / "tests" / "rollout" / "endpoint" / "agents" / "plain_chain.py"
+PLAIN = EXAMPLES.parent / "tests" / "agents" / "endpoint" / "agents" / "plain_chain.py"
 pytestmark = pytest.mark.timeout(200)
 
 

@@ -23,10 +23,15 @@ from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.panel import _headline, panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
-from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
+from async_grpo.observe.console.status_file import (
+    STATUS,
+    StatusFile,
+    condition,
+    newest_run,
+    read_status,
+)
 from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
 from async_grpo.run.summary import _next_steps
-from async_grpo.tools import status
 from tests.support import verbs
 
 
@@ -208,9 +213,9 @@ def test_of_a_directory_of_runs_the_newest_is_shown(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / STATUS).write_text("{}")
         os.utime(tmp_path / name / STATUS, (100 + [1, 2, 0][at], 100 + [1, 2, 0][at]))
-    assert status.newest_run(tmp_path) == tmp_path / "newest"
-    assert status.newest_run(tmp_path / "oldest") == tmp_path / "oldest"
-    assert status.newest_run(tmp_path / "none") == tmp_path / "none"
+    assert newest_run(tmp_path) == tmp_path / "newest"
+    assert newest_run(tmp_path / "oldest") == tmp_path / "oldest"
+    assert newest_run(tmp_path / "none") == tmp_path / "none"
 
 
 def test_the_command_refuses_what_is_no_run(
@@ -363,7 +368,7 @@ def test_commands_can_be_copied_where_a_name_has_spaces(facts: dict[str, object]
     )
     rows = dict(_next_steps(trainer, Path("/tmp/my run/checkpoints/step_000003")))
     assert "/tmp/my run" in shlex.split(rows["groups"])
-    assert shlex.split(rows["next"])[3:5] == ["/tmp/my run/config.yaml", "run.total_steps=6"]
+    assert shlex.split(rows["next"])[2:4] == ["/tmp/my run/config.yaml", "run.total_steps=6"]
 
 
 def test_a_run_that_has_ended_is_not_expected_to_end(facts: dict[str, object]) -> None:

@@ -21,7 +21,7 @@ from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.outbox import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
-from async_grpo.run import command, lifecycle
+from async_grpo.run import lifecycle, summary
 from async_grpo.run import system as system_module
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.checkpoint import saver as saver_module
@@ -148,7 +148,7 @@ def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
             (system_module, "System", _system(seen, disk=disk)),
             (system_module, "reserve", _reserve),
             (lifecycle, "SAVING_AFTER_FAILURE_S", 1.0),
-            (command, "summarise", lambda *_: []),
+            (summary, "summarise", lambda *_: []),
             (saver_module, "code_version", dict),
             (tracker_module, "write_code_state", lambda _: []),
             (tracker_module, "tags", dict),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.command_line import Parser, step_range
-from async_grpo.errors import SetupError
+from async_grpo.errors import RunError, SetupError
 from async_grpo.replay.ledger import State
 
 DESCRIPTION = (
@@ -52,7 +52,7 @@ def run(options: Namespace) -> int:
         for line in lines(options):
             print(line)
         sys.stdout.flush()
-    except SetupError as error:
+    except RunError as error:
         raise SetupError(on_one_line(str(error))) from error
     return 0
 

@@ -24,7 +24,6 @@ from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import EngineError, Sampling
 from async_grpo.rollout.episodes import Episode
-from async_grpo.run.preflight.model import served_notes
 from async_grpo.tasks.base import Problem
 from tests.support.programs import config_of, served_player
 from tests.support.scripted_policy import Letters, Saying
@@ -360,7 +359,7 @@ def test_an_engine_that_fails_is_no_score_of_the_episode() -> None:
 def test_a_wait_that_no_group_survives_is_refused_before_a_run() -> None:
     config = external(wait_s=600.0)
     with pytest.raises(SetupError, match="wait_s is 600 s, and a group ends after"):
-        list(served_notes(config, External(config.task, 0)))
+        list(External(config.task, 0).notes(config))
     config = external()
-    [note] = served_notes(config, External(config.task, 0))
+    [note] = External(config.task, 0).notes(config)
     assert "played by workers" in note

@@ -523,7 +523,8 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
     code = (
         "import asyncio, sys, threading, time\nfrom pathlib import Path\nfrom types "
         "import SimpleNamespace\n"
-        "from async_grpo.run import command as run\nfrom async_grpo.runtime import stacks\n"
+        "from async_grpo.run import command as run\nfrom async_grpo.run.ending import guarded\n"
+        "from async_grpo.runtime import stacks\n"
         "from async_grpo.run.post_mortem import "
         "Scene\nfrom async_grpo.observe.console.console import Console\n"
         "home = Path(sys.argv[1])\nstacks.register('driver', stacks.home(home))\nloop = "

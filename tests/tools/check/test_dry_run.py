@@ -31,7 +31,7 @@ from async_grpo.tools.check.dry_run import _episode_warnings
 from async_grpo.tools.check.known_models import known_config, names
 from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
-from tests.support.verbs import check
+from tests.support.verbs import check, train
 
 ROOT = Path(__file__).resolve().parents[3]
 SEVEN = Shape(
@@ -409,9 +409,10 @@ def test_an_assumption_that_makes_no_sense(seven_billion, capsys, text) -> None:
     assert f"error: --assume {text}" in capsys.readouterr().out
 
 
-def test_an_assumption_without_a_dry_run(seven_billion, capsys) -> None:
-    assert check([*seven_billion[:-1], "--assume", "gpus=8"]) == 2
-    assert "--assume goes with --dry-run" in capsys.readouterr().out
+def test_an_assumption_is_not_for_training(seven_billion, capsys) -> None:
+    with pytest.raises(SystemExit):
+        train([*seven_billion, "--assume", "gpus=8"])
+    assert "--assume is no option" in capsys.readouterr().err
 
 
 def test_the_published_sizes_of_known_models() -> None:

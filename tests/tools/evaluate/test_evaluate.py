@@ -146,14 +146,7 @@ def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
     """
     before = sorted(run_dir.rglob("*"))
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "async_grpo.tools.evaluate",
-            str(run_dir),
-            "--json",
-            "task.train=null",
-        ],
+        [sys.executable, "-m", "async_grpo", "eval", str(run_dir), "--json", "task.train=null"],
         check=False,
         cwd=ROOT,
         capture_output=True,

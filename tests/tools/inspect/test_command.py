@@ -4,6 +4,7 @@ it, live, resumed or damaged.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from async_grpo.config.command_line import Parser
 from async_grpo.errors import JournalError
 from async_grpo.replay import history as history_module
 from async_grpo.replay import journal as journal_module
@@ -513,7 +515,7 @@ def test_the_ledger_says_what_became_of_everything(look) -> None:
     ):
         assert part in text, (part, text)
     told = json.loads(look("--ledger", "--json"))
-    assert command.parse(["x"]).limit == 20
+    assert parsed(["x"]).limit == 20
     assert (
         sum(told["states"].values()) == told["issued"] == 7
         and told["rejected"] == {"all_right": 1}
@@ -730,6 +732,15 @@ def test_a_wrong_directory_is_one_sentence_and_exit_code_2(tmp_path: Path, capsy
     assert "is no segment of a journal" in failed(capsys, str(tmp_path))
 
 
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The options that these words give, none of which contradicts another."""
+    parser = Parser(prog="inspect")
+    command.arguments(parser)
+    options = parser.read(words)
+    assert command._contradiction(options) is None
+    return options
+
+
 def failed(capsys, *args: str) -> str:
     try:
         code = verbs.inspect(list(args))
@@ -741,7 +752,7 @@ def failed(capsys, *args: str) -> str:
 
 
 def test_options_that_agree_are_taken() -> None:
-    options = command.parse(
+    options = parsed(
         ["x", "--steps", "3-3", "--min-reward", "0.5", "--max-reward", "0.5", "--limit", "0"]
     )
     assert (options.steps, options.min_reward, options.max_reward, options.limit) == (
@@ -750,8 +761,8 @@ def test_options_that_agree_are_taken() -> None:
         0.5,
         0,
     )
-    assert command.parse(["x", "--group", "0", "--json", "--tokenizer", "y"]).group == 0
-    assert command.parse(["x", "--ledger", "--json"]).ledger
+    assert parsed(["x", "--group", "0", "--json", "--tokenizer", "y"]).group == 0
+    assert parsed(["x", "--ledger", "--json"]).ledger
 
 
 @pytest.mark.parametrize(

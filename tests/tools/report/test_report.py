@@ -593,7 +593,7 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
     """
     done = []
     monkeypatch.setattr(
-        "async_grpo.run.lifecycle.report_on",
+        "async_grpo.tools.report.launch.report_on",
         lambda config, console, tracker: done.append(("report", console.progress.ended)),
     )
     config = Config(
