@@ -89,5 +89,5 @@ setup(
     cmdclass={"build_py": BuildWithRecipes},
     install_requires=packages["base"],
     extras_require=packages["extras"],
-    entry_points={"console_scripts": ["async-grpo = async_grpo.run.command:main"]},
+    entry_points={"console_scripts": ["async-grpo = async_grpo.cli:script"]},
 )

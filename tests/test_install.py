@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 PINS = tomllib.loads((ROOT / "packages.toml").read_text())
 INDEX = PINS["installer"]["cpu_torch_index"]
@@ -448,9 +450,8 @@ def test_metadata_holds_the_pins_the_entry_point_and_all_packages(tmp_path):
     metadata = installer.json.loads(done.stdout)
     assert metadata["install_requires"] == PINS["base"]
     assert metadata["extras_require"] == PINS["extras"]
-    assert metadata["entry_points"]["console_scripts"] == [
-        "async-grpo = async_grpo.run.command:main"
-    ]
+    assert metadata["entry_points"]["console_scripts"] == ["async-grpo = async_grpo.cli:script"]
+    assert callable(cli.script)
     supported = {tuple(map(int, v.split("."))) for v in ("3.11", "3.12", "3.13")}
     assert metadata["python_requires"] == ">=3.11,<3.14"
     assert set(installer.PYTHONS) == supported

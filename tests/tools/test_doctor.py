@@ -19,7 +19,7 @@ def test_a_machine_that_has_everything(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_is_missing_or_other_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    versions = {name: metadata.version(name) for name in ("torch", "ray", "numpy")}
+    versions = {"torch": "2.13.0+cpu", "ray": "2.60.0", "numpy": "2.3.5"}
 
     def version(name: str) -> str:
         if name not in versions:
