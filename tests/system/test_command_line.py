@@ -21,7 +21,8 @@ import yaml
 
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.observe.console.status_file import read_status
-from async_grpo.run import command as run
+from async_grpo.run import ending
+from async_grpo.runtime.stopping import STOPPED_EARLY
 from tests.support.models import write_model
 from tests.support.processes import left_by, marked
 from tests.support.verbs import check, train
@@ -170,7 +171,9 @@ def test_there_is_one_console(config, monkeypatch):
     """A second one would not know of the panel of the first, and write into it."""
     seen = []
     monkeypatch.setattr(
-        run, "_guarded", lambda trainer, console, work: seen.append((trainer.console, console)) or 0
+        ending,
+        "guarded",
+        lambda trainer, console, work: seen.append((trainer.console, console)) or 0,
     )
     assert check([str(config)]) == 0
     assert seen[0][0] is seen[0][1]
@@ -319,7 +322,7 @@ def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, momen
         process.kill()
     text = log.read_text()
     trains = moment == "connecting weights" and "stopped early, resumable" in text  # meanwhile
-    assert "Traceback" not in text and (run.STOPPED_EARLY in text or trains)
+    assert "Traceback" not in text and (STOPPED_EARLY in text or trains)
     assert text.splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
     wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
     assert not left_by(pids)

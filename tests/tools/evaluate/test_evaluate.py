@@ -182,4 +182,4 @@ def test_what_ends_an_evaluation_is_a_sentence_and_a_code(
     assert code == 1 and "exit code 1: an unexpected error" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert verbs.evaluate([str(run_dir), "cluster.device=cuda"]) == 2
-    assert "this machine has no GPU: say cluster.device=auto" in capfd.readouterr().out
+    assert "this machine has no GPU: say cluster.device=auto" in capfd.readouterr().err

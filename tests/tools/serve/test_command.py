@@ -30,7 +30,8 @@ def serving(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
-        "async_grpo.tools.serve",
+        "async_grpo",
+        "serve",
         model,
         "--export",
         str(tmp_path / "out"),
@@ -38,7 +39,9 @@ def serving(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     settings = [SIZES, "cluster.engine.kv_cache_gb=0.01"]
     settings += [f"task.eval={data}"] * ("--task" in more)
     pipe = subprocess.PIPE
-    process = subprocess.Popen([*command, *settings, *more], stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        [*command, *settings, *more], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
     watch = threading.Timer(120, process.kill)
     watch.daemon = True
     watch.start()
