@@ -24,8 +24,8 @@ import ray.exceptions
 import yaml
 
 from async_grpo.errors import EXIT_MEANING
-from async_grpo.run import command as run
 from async_grpo.run.ending import explained
+from async_grpo.runtime.stopping import STOPPED_EARLY
 from async_grpo.weights.shared_memory import remove_abandoned_segments
 from tests.support.models import write_model
 from tests.support.processes import free_ports, kill_marked, left_by, marked
@@ -375,7 +375,7 @@ def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, n
         [saved] = (cluster.home / "runs" / name / "checkpoints").iterdir()
         assert (saved / "manifest.json").is_file()
     else:
-        assert run.STOPPED_EARLY in ended.lines
+        assert STOPPED_EARLY in ended.lines
     assert not left_by(ended.processes)
 
 
