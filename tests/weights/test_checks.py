@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.weights.checks import SELF_CHECK_SCALES, LoadPathCheck, SelfCheckFailed, Tolerance
+from async_grpo.weights.checks import (
+    SELF_CHECK_SCALES,
+    Difference,
+    LoadPathCheck,
+    SelfCheckFailed,
+    Tolerance,
+)
 from async_grpo.weights.transport import Announcement, Staged
 
 TOKENS = 256
@@ -230,3 +236,23 @@ async def test_a_model_that_does_not_move_is_told_what_was_tried() -> None:
     text = await alarm(Trained(still, 0.03, 0.0, 0))
     assert "too little to tell" in text and "0.8: 0.0" in text
     assert "set weight_sync.self_check: false" in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("apart", "says"),
+    [
+        # a trained model in float32: rounding has a tail, and grows where log-probs are large
+        (np.where(np.arange(512) == 7, 1.3e-4, 5e-6), ""),
+        (np.where(np.arange(512) < 5, 1.3e-3, 4e-5), ""),
+        (np.where(np.arange(512) == 7, 2e-4, 0.0), "differ by 0.0002 at worst, and 0.0001 is"),
+        (np.where(np.arange(512) < 4, 0.01, 5e-6), "differ by 0.01 at worst"),
+        (np.full(512, 1.1e-4), "differ by 0.00011 on average, and 0.0001 is allowed"),
+        (np.full(512, np.nan), "differ by nan on average"),
+    ],
+)
+def test_in_float32_the_mean_is_bounded_and_no_token_stands_out(
+    apart: np.ndarray, says: str
+) -> None:
+    truth = -np.random.default_rng(0).exponential(2.0, 512)
+    found = Tolerance(exact=True).objection(Difference.of([truth + apart], [truth]))
+    assert found.startswith("log-probs ") and says in found if says else not found
