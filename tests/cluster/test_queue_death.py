@@ -174,7 +174,7 @@ def test_a_replay_that_cannot_be_is_refused_in_a_sentence(story, capfd):
     home = story["run"].parent
     for arguments, says in (
         ([story["run"], f"run.dir={story['run']}"], "set run.dir to another directory"),
-        ([home, f"run.dir={home / 'x'}"], "has no journal"),
+        ([story["run"] / "checkpoints", f"run.dir={home / 'x'}"], "has no journal"),
         (
             [story["run"], "--after", "3", f"run.dir={home / 'x'}"],
             "the checkpoints to begin with are: none",
