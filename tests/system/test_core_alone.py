@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "async_grpo"
 WITHOUT = ("agents", "contrib", "tools")
 STEPS = 8
+WITHOUT_CHECKOUT = """import sys
+
+sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
+"""
+"""What an editable install puts into every process would find the folders in the checkout."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +36,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in WITHOUT:
         shutil.rmtree(home / "async_grpo" / name)
     (home / "tests").symlink_to(ROOT / "tests")
+    (home / "sitecustomize.py").write_text(WITHOUT_CHECKOUT)
     settings = {
         "run": {"name": "core", "dir": str(home / "run"), "total_steps": STEPS},
         "model": {"path": write_model(home / "model")},
