@@ -152,3 +152,20 @@ def test_the_sort_keys_of_inspect_are_those_that_it_sorts_by() -> None:
     from async_grpo.tools.inspect import command, groups
 
     assert tuple(groups.SORT_KEYS) == command.SORT_KEYS
+
+
+@pytest.mark.parametrize("name", ["a", "a #b", "it's: me"])
+def test_a_run_is_trained_again_in_a_directory_beside_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its name means something in YAML, and where it is `.`."""
+    run, seen = tmp_path / name, []
+    run.mkdir()
+    (run / "status.json").write_text("{}")
+    (run / "config.yaml").write_text("run: {total_steps: 1}\nmodel: {path: m}\n")
+    monkeypatch.setattr(
+        "async_grpo.run.command.with_trainer", lambda config, work: seen.append(config()) or 0
+    )
+    monkeypatch.chdir(run)
+    assert cli.main(["retrain", str(run)]) == cli.main(["retrain", "."]) == 0
+    assert [config.run.dir for config in seen] == [f"{run}-retrained"] * 2

@@ -7,6 +7,7 @@ directory of its own.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
     source, settings = options.run_dir, options.settings
     if "=" in str(source) and not source.exists():  # the run was left out
         source, settings = Path("runs"), [str(source), *settings]
-    source = newest_run(source)
+    source = newest_run(source).resolve()
 
     def config() -> Config:
         given = list(settings)
         if options.config is None and not any(one.startswith("run.dir=") for one in given):
-            given.append(f"run.dir={source}-retrained")
+            given.append(f"run.dir={json.dumps(f'{source}-retrained')}")  # its name may be YAML
         return read_config(options.config or str(source / "config.yaml"), given)
 
     def work(trainer: Trainer, console: Console) -> None:
