@@ -136,7 +136,8 @@ def _no_verb(words: list[str]) -> int:
     from async_grpo.config.recipes import recipes
 
     first = words[0]
-    if first.endswith((".yaml", ".yml")) or first in recipes():
+    is_option = as_now("train", words)[0] != "train"
+    if is_option or first.endswith((".yaml", ".yml")) or first in recipes():
         return old_spelling(PROGRAM, "train", words)
     close = difflib.get_close_matches(first, [*VERBS, *recipes()], n=1)
     meant = ""

@@ -169,3 +169,8 @@ def test_a_run_is_trained_again_in_a_directory_beside_it(
     monkeypatch.chdir(run)
     assert cli.main(["retrain", str(run)]) == cli.main(["retrain", "."]) == 0
     assert [config.run.dir for config in seen] == [f"{run}-retrained"] * 2
+
+
+def test_options_of_before_may_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--recipes"]) == 0
+    assert "quickstart " in capsys.readouterr().out
