@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo import cli, old_names
-from async_grpo.config.command_line import Parser
+from async_grpo.config.command_line import Parser, with_settings
 from async_grpo.errors import FaultBudgetSpent, SetupError
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "mlflow", "matplotlib", "pydantic")
@@ -174,3 +174,11 @@ def test_a_run_is_trained_again_in_a_directory_beside_it(
 def test_options_of_before_may_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--recipes"]) == 0
     assert "quickstart " in capsys.readouterr().out
+
+
+def test_a_setting_in_place_of_a_run_stays_as_it_is() -> None:
+    parser = Parser(prog="retrain")
+    importlib.import_module(cli.VERBS["retrain"][0]).arguments(parser)
+    options = with_settings(parser.read(["tracking.uri=http://h:5000", "seed=2"]))
+    assert options.source == "runs"
+    assert options.settings == ["tracking.uri=http://h:5000", "seed=2"]

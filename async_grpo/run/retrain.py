@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.config.command_line import Parser
+from async_grpo.config.command_line import Parser, with_settings
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
@@ -26,7 +26,7 @@ DESCRIPTION = (
 
 def arguments(parser: Parser) -> None:
     """Take a run, and settings."""
-    parser.run("the run whose batches are trained again (run.dir)")
+    parser.source("the run whose batches are trained again (run.dir), or a directory of runs")
     parser.settings("settings that replace those of the run; run.dir is DIR-retrained otherwise")
     parser.add_argument("--config", metavar="CONFIG", help="other settings than those of the run")
     after = "begin at the run's checkpoint of this step (default: as early as possible)"
@@ -38,10 +38,8 @@ def run(options: argparse.Namespace) -> int:
     from async_grpo.observe.console.status_file import newest_run
     from async_grpo.run.command import read_config, with_trainer
 
-    source, settings = options.run_dir, options.settings
-    if "=" in str(source) and not source.exists():  # the run was left out
-        source, settings = Path("runs"), [str(source), *settings]
-    source = newest_run(source).resolve()
+    options = with_settings(options)
+    settings, source = options.settings, newest_run(Path(options.source)).resolve()
 
     def config() -> Config:
         given = list(settings)

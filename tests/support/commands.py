@@ -118,7 +118,7 @@ def _verb(words: list[str], home: Path) -> None:
     if given.get("config") or "source" in given:
         task = [f"task.name={given['task']}"] if given.get("task") else []
         name = given.get("config") or str(given["source"])
-        recipe = "config" in given and name != STAND_IN and not Path(name).suffix
+        recipe = bool(given.get("config")) and name != STAND_IN and not Path(name).suffix
         _configuration(name, [*task, *settings], home, is_recipe=recipe)
     if given.get("assume"):
         _assumed(given["assume"])
