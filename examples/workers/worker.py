@@ -79,7 +79,20 @@ def remains(process: subprocess.Popen) -> bool:
         return False
     except PermissionError:  # it is another user's
         return True
-    return True
+    return not all_ended(process.pid)
+
+
+def all_ended(group: int) -> bool:
+    """Tell whether only dead processes are left of a group, whose parent does not bury them: one
+    that is process 1 of a container without being an init.
+    """
+    stats = list(Path("/proc").glob("[0-9]*/stat"))
+    for stat in stats:
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, group_of = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(group_of) == group and state != "Z":
+                return False
+    return bool(stats)  # only Linux has them
 
 
 def end(grace_s: float, *processes: subprocess.Popen) -> None:

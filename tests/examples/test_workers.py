@@ -98,6 +98,26 @@ def test_orphans_that_ended_are_not_waited_for(tmp_path: Path) -> None:
         assert actor.results == [{"failure": f"exit status {-signal.SIGTERM}"}]
 
 
+def test_orphans_that_nobody_buries_are_not_waited_for(tmp_path: Path) -> None:
+    """As in a container whose process 1 is no init: they stay as zombies."""
+    script = tmp_path / "first.py"
+    script.write_text(
+        "import ctypes, signal, subprocess, sys\n"
+        "pr_set_child_subreaper = 36\n"
+        "assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) == 0\n"
+        f"worker = subprocess.Popen([sys.executable, {str(WORKER)!r}, *sys.argv[1:]])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: worker.terminate())\n"
+        "sys.exit(worker.wait())\n"
+    )
+    with ActorDouble(tmp_path) as actor:
+        actor.worker(script, "sh", "-c", BEGUN, grace=60.0)
+        _, orphan = pids(tmp_path)
+        actor.going_on = False
+        wait_until(lambda: actor.results, 30, "the result")
+        assert actor.results == [{"failure": f"exit status {-signal.SIGTERM}"}]
+        assert ") Z " in Path(f"/proc/{orphan}/stat").read_text()
+
+
 def test_a_command_that_may_not_be_signalled_spares_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ def alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before, or while, this was read
         return False
 
 
