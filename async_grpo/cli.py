@@ -18,11 +18,11 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from async_grpo.config.command_line import Parser
+from async_grpo.config.command_line import OPTIONS_OF_BEFORE, Parser
 from async_grpo.errors import EXIT_MEANING, RunError
 from async_grpo.runtime.stopping import stop_early
 
@@ -43,36 +43,57 @@ VERBS = {
     "doctor": ("async_grpo.tools.doctor", "say what this machine has, and what is missing"),
 }
 """Verb -> the module that has it, and what it does."""
-_TRAINING = (["train"], ["retrain"])
+_SHORT = {*VERBS} - {"train", "retrain"}
+"""What a signal may end at any moment."""
 _CANNOT_BE_FINALISED = ("eval", "serve")
 """vLLM's client cannot be finalised by an interpreter that ends."""
 
 
 def script() -> NoReturn:
     """Run the command line of this process, and end it."""
-    if sys.argv[1:2] in _TRAINING:
+    verb = "".join(sys.argv[1:2])
+    if verb not in _SHORT:
         stop_early()  # what follows takes a second to import
-    _exit(main(), "".join(sys.argv[1:2]))
+    end_process(main, verb)
 
 
 def old_command(old: str, verb: str, words: Sequence[str]) -> NoReturn:
     """Do what a command of before says, say the new one, and end the process."""
-    _exit(old_spelling(old, verb, words), verb)
+    end_process(lambda: old_spelling(old, verb, words), verb)
 
 
-def _exit(code: int, verb: str) -> NoReturn:
-    if verb in _CANNOT_BE_FINALISED:
+def end_process(work: Callable[[], int], verb: str) -> NoReturn:
+    """Do what this process is for, and end it with the exit code."""
+    code: int | str | None
+    try:
+        try:
+            code = work()
+        except SystemExit as end:  # of --help, or of words that make no sense
+            code = end.code
         sys.stdout.flush()
+    except BrokenPipeError:
+        code = _unread()
+    if verb in _CANNOT_BE_FINALISED:
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(int(code or 0))
     sys.exit(code)
+
+
+def _unread() -> int:
+    """Write no more, where `| head` has read enough; the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Do what the words say; return the exit code."""
     words = list(sys.argv[1:] if words is None else words)
-    if not {"", os.getcwd()} & set(sys.path):  # as `python -m` does; a console script does not
-        sys.path.insert(0, os.getcwd())
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return _said("the current directory was removed: change to one that exists")
+    if not {"", here} & set(sys.path):  # as `python -m` does; a console script does not
+        sys.path.insert(0, here)
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -98,9 +119,8 @@ def run_verb(verb: str, words: Sequence[str]) -> int:
     options = parser.read(words)
     try:
         return int(home.run(options))
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    except BrokenPipeError:
+        return _unread()
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - every error ends the verb, explained
@@ -148,7 +168,9 @@ def _no_verb(words: list[str]) -> int:
 
 def old_spelling(old: str, verb: str, words: Sequence[str]) -> int:
     """Do what a spelling of before says, and say the new one."""
-    verb, words = as_now(verb, words)
+    given, (verb, words) = verb, as_now(verb, words)
+    if verb != given:
+        old = next(option for option, now in OPTIONS_OF_BEFORE.items() if now == verb)
     print(f"note: `{old}` is `{PROGRAM} {verb}` now", file=sys.stderr)
     return run_verb(verb, words)
 
@@ -156,23 +178,24 @@ def old_spelling(old: str, verb: str, words: Sequence[str]) -> int:
 def as_now(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the verb and the words for options of `train` that are verbs now."""
     words = list(words)
-    if verb != "train":
+    options = [word.split("=")[0] for word in words]
+    option = next((one for one in OPTIONS_OF_BEFORE if one in options), None)
+    if verb != "train" or option is None:
         return verb, words
-    if "--recipes" in words:
-        return "recipes", []
-    if "--dry-run" in words:
-        words.remove("--dry-run")
-        return "check", words
-    at = next((i for i, word in enumerate(words) if word.split("=")[0] == "--replay"), None)
-    if at is None:
+    at = options.index(option)
+    if words[at:] == ["--replay"]:  # of which run?
         return verb, words
-    _, given, source = words[at].partition("=")
-    rest = words[:at] + words[at + 1 + (not given) :]
-    run_dir = source if given else "".join(words[at + 1 : at + 2])
-    config = next((word for word in rest if "=" not in word and not word.startswith("-")), None)
-    if config is not None:
-        rest[rest.index(config) : rest.index(config) + 1] = ["--config", config]
-    return "retrain", [run_dir, *rest]
+    _, given, run_dir = words.pop(at).partition("=")
+    if option == "--replay":
+        run_dir = run_dir if given else "".join(words[at : at + 1])
+        del words[at : at + (not given)]
+        values = [i + 1 for i, word in enumerate(words) if word == "--after"]
+        for i, word in enumerate(words):
+            if i not in values and "=" not in word and not word.startswith("-"):
+                words[i : i + 1] = ["--config", word]
+                break
+        words.insert(0, run_dir)
+    return OPTIONS_OF_BEFORE[option], [] if option == "--recipes" else words
 
 
 def _version() -> str:

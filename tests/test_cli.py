@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -99,6 +100,11 @@ def test_what_ends_a_verb_has_one_exit_code(
         (["--recipes"], ("recipes", [])),
         (["c.yaml", "--replay", "d", "a=1"], ("retrain", ["d", "--config", "c.yaml", "a=1"])),
         (["--replay=d", "c.yaml"], ("retrain", ["d", "--config", "c.yaml"])),
+        (
+            ["--after", "2", "--replay", "d", "c.yaml"],
+            ("retrain", ["d", "--after", "2", "--config", "c.yaml"]),
+        ),
+        (["c.yaml", "--replay"], ("train", ["c.yaml", "--replay"])),
     ],
 )
 def test_options_of_before_are_verbs_now(words: list[str], now: tuple[str, list[str]]) -> None:
@@ -173,7 +179,73 @@ def test_a_run_is_trained_again_in_a_directory_beside_it(
 
 def test_options_of_before_may_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--recipes"]) == 0
-    assert "quickstart " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "quickstart " in said.out
+    assert said.err == "note: `--recipes` is `async-grpo recipes` now\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "c.yaml", "--dry-run"], "--dry-run is a verb: `async-grpo check`"),
+        (["train", "c.yaml", "--lr", "1"], "--lr is no option; settings are written"),
+        (["export", "c", "o", "--lr=1"], "--lr is no option of `async-grpo export`; --help"),
+        (["eval"], "there is no run in runs: name a checkpoint, a run or a model"),
+        (["serve", "seed=1"], "there is no run in runs: name a checkpoint, a run or a model"),
+        (["retrain", "a=" + "b" * 300], "runs/config.yaml"),
+        (["train", "b" * 300], "b" * 300),
+    ],
+)
+def test_what_a_wrong_command_line_is_answered(
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert cli.main(words) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    said = "".join(capsys.readouterr())
+    assert says in said and "Traceback" not in said
+
+
+def test_a_run_without_a_checkpoint_is_told_from_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "status.json").write_text("{}")
+    assert cli.main(["eval"]) == 2
+    assert "runs/first is no checkpoint and has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["recipes", "train --help", "--help"])
+def test_a_reader_that_has_read_enough_ends_a_verb_in_peace(words: str) -> None:
+    code = "import sys; sys.stdin.close(); sys.exit(0)"
+    shell = f"{sys.executable} -m async_grpo {words} | {sys.executable} -c '{code}'; "
+    done = subprocess.run(
+        ["bash", "-c", f"{shell} echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "0\n" and not done.stderr
+
+
+def test_a_directory_that_was_removed_is_said(tmp_path: Path) -> None:
+    shell = f"rmdir {tmp_path}/here; {sys.executable} -m async_grpo recipes"
+    (tmp_path / "here").mkdir()
+    root = Path(cli.__file__).parents[1]
+    done = subprocess.run(
+        ["bash", "-c", shell],
+        cwd=tmp_path / "here",
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the current directory was removed: change to one that exists\n"
 
 
 def test_a_setting_in_place_of_a_run_stays_as_it_is() -> None:

@@ -8,6 +8,7 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from async_grpo.errors import EXIT_MEANING
 
 RUN, SETTING = "RUN_DIR", "section.key=value"
 RUNS = Path("runs")
+OPTIONS_OF_BEFORE = {"--recipes": "recipes", "--dry-run": "check", "--replay": "retrain"}
+"""Options of `train` -> the verbs that they are now."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +28,7 @@ class Parser(argparse.ArgumentParser):
     given: Sequence[str] = ()
     of_a_run = False
     """Whether the verb begins what a run begins with, and names its exit code as a run does."""
+    has_settings = False
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Read the words; end the process for `--help`, and for words that make no sense."""
@@ -41,6 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     def settings(self, meaning: str) -> None:
         """Take any number of settings."""
+        self.has_settings = True
         self.add_argument("settings", nargs="*", metavar=SETTING, help=meaning)
 
     def run(self, meaning: str = "the run's directory (run.dir)") -> None:
@@ -78,6 +83,10 @@ class Parser(argparse.ArgumentParser):
 
     def _as_setting(self, option: str) -> str:
         """Say which settings an option may have meant, with the value that it was given."""
+        if not self.has_settings:
+            return f"--{option} is no option of `{self.prog}`; --help lists its options"
+        if self.of_a_run and f"--{option}" in OPTIONS_OF_BEFORE:
+            return f"--{option} is a verb: `async-grpo {OPTIONS_OF_BEFORE[f'--{option}']}`"
         from async_grpo.config.docs import settings
 
         name = option.replace("-", "_")
@@ -95,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 def with_settings(options: argparse.Namespace) -> argparse.Namespace:
     """Take a first word `a.b=c` for a setting where a source may be left out."""
     source = options.source
-    if re.match(r"[\w.]+=", source) and not Path(source).exists():
+    if re.match(r"[\w.]+=", source) and not os.path.exists(source):
         options.settings = [source, *options.settings]
         options.source = str(RUNS)
     return options

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def recipes() -> dict[str, Path]:
 def locate(config: str | Path) -> str | Path:
     """Return the file that `config` means: a path, or the bundled recipe of that name."""
     path = Path(config)
-    if path.is_file() or path.name != str(config) or path.suffix:
+    if os.path.isfile(path) or path.name != str(config) or path.suffix:
         return config
     return recipes().get(path.name, config)
 

@@ -11,11 +11,9 @@ from async_grpo.runtime.stopping import stop_early
 if __name__ == "__main__":
     stop_early()  # what follows takes a second to import
     words = sys.argv[1:]
+    now = cli.as_now("train", words)[0]
     if words == ["--version"]:
-        sys.exit(cli.main(words))
-    verb, now = cli.as_now("train", words)
-    sys.exit(
-        cli.run_verb("train", words)
-        if verb == "train"
-        else cli.old_spelling("python -m async_grpo.run", "train", words)
-    )
+        cli.end_process(lambda: cli.main(words), now)
+    elif now == "train":
+        cli.end_process(lambda: cli.run_verb("train", words), now)
+    cli.old_command("python -m async_grpo.run", "train", words)

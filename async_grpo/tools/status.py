@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(facts | {"condition": condition(facts, now=time.time()).kind}))
             return 0
         return _show(run_dir, follow=options.follow)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.console.status_file import newest_run
+from async_grpo.observe.console.status_file import STATUS, newest_run
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
@@ -70,7 +70,9 @@ def settings(
     place = Path(source).expanduser()
     if place == RUNS:
         place = newest_run(place)
-    is_run = (place / "checkpoints").is_dir() or (place / directory.MANIFEST).is_file()
+        if place == RUNS:
+            raise SetupError(f"there is no run in {RUNS}: name a checkpoint, a run or a model")
+    is_run = any((place / name).exists() for name in (STATUS, "checkpoints", directory.MANIFEST))
     with tempfile.TemporaryDirectory(prefix="async_grpo-evaluate-") as scratch:
         if is_run:
             checkpoint = directory.find(place).absolute()

@@ -83,6 +83,8 @@ def _write(text: str, source: Path, out: Path | None) -> None:
         if os.path.exists(out) and os.path.samefile(source, out):
             raise SetupError(f"{out} is the file itself; write to another one.")
         out.write_text(text, encoding="utf-8")
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SetupError(f"{out or 'the output'} cannot be written: {reason}.") from error
