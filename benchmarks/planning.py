@@ -23,11 +23,9 @@ from typing import Any
 from async_grpo.config.load import load_config
 from async_grpo.tools.predict.advice import predict
 from async_grpo.tools.predict.plan import simulated_figures, workload
-from benchmarks.machine import machine
-from benchmarks.rows import append, read_rows
-from benchmarks.tables import aim, write_docs
+from benchmarks.harness import aim, append, machine, read_rows, write_docs
 from benchmarks.tails import MODELS
-from benchmarks.throughput_run import measured
+from benchmarks.throughput.run import measured
 
 VERIFY_S = 0.12
 """Of the slow verifier, for a response: a batch of 64 takes 7.7 s, longer than a learner step."""

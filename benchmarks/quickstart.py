@@ -20,7 +20,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT
+
 MARK = "ASYNC_GRPO_BENCHMARK_MARK"
 TIMEOUT_S = 900.0
 

@@ -21,10 +21,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import machine
-from benchmarks.tables import aim, spread, write_docs
+from benchmarks.harness import ROOT, aim, machine, spread, write_docs
 
-ROOT = Path(__file__).resolve().parents[1]
 START_AIM_S = 25.0
 TIMEOUT_S = 600.0
 _PHASE = re.compile(r"^(?P<name>.+) \.\.\.(?: (?P<seconds>[\d.]+) s)?$")

@@ -12,8 +12,7 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import TaskConfig
-from benchmarks import open_ended
-from benchmarks.async_vs_sync import (
+from benchmarks.async_vs_sync.__main__ import (
     PLACES,
     RATES,
     SEEDS,
@@ -26,7 +25,7 @@ from benchmarks.async_vs_sync import (
     table,
     until,
 )
-from benchmarks.long_sums import LONGEST, LongSums
+from benchmarks.async_vs_sync.long_sums import LONGEST, LongSums
 
 
 def row(job: Job, *, groups_per_s: float = 10.0, late: float = 0.9, pace: float = 1.0) -> dict:
@@ -115,8 +114,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_answers_of_long_sums_differ_in_length_and_fit() -> None:
-    config = load_config("benchmarks/long_sums.yaml", [])
-    task = LongSums(TaskConfig(name="benchmarks.long_sums:LongSums"), 0)
+    config = load_config("benchmarks/async_vs_sync/long_sums.yaml", [])
+    task = LongSums(TaskConfig(name="benchmarks.async_vs_sync.long_sums:LongSums"), 0)
     problems = [task.train(index) for index in range(2000)]
     lengths = [len(problem.solution) + 1 for problem in problems]
     assert max(lengths) <= config.rollout.response_length
@@ -131,30 +130,3 @@ def test_answers_of_long_sums_differ_in_length_and_fit() -> None:
     held_out = {problem.prompt for problem in task.evaluation(400)}
     assert len(held_out) == 400
     assert not held_out & {problem.prompt for problem in problems}
-
-
-def test_the_table_of_open_ended_runs_pairs_seeds() -> None:
-    rows = [
-        {
-            "arm": arm,
-            "lag": lag,
-            "schedule": schedule,
-            "seed": seed,
-            "lr": 4.0,
-            "rates": [4.0, 1.0],
-            "accuracy": 0.9 + 0.05 * (schedule == "settle") + 0.01 * seed,
-            "evaluations": [0.8, 0.9],
-            "averaged": 0.9,
-        }
-        for arm, lag in open_ended.RATES
-        for schedule in open_ended.SCHEDULES
-        for seed in range(2)
-    ]
-    lines = open_ended.table(rows)
-    assert any(
-        line.startswith("| tis, 16 | points that settle has more | **+5.0") for line in lines
-    )
-    assert any(line.startswith("| tis, 16 | settle | 95.5%") for line in lines)
-    assert len({open_ended.Open.of(entry) for entry in rows}) == len(rows)
-    done = list(open_ended.jobs(list(open_ended.RATES), 2))
-    assert sorted(map(str, done)) == sorted(str(open_ended.Open.of(entry)) for entry in rows)

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from async_grpo.config.load import load_config
-from benchmarks import gpu_check, gpu_machine
-from benchmarks.gpu_check import STAGES, Check, CheckFailed, Result, Running, run_stage
-from benchmarks.gpu_machine import Gpu, Memory, number, until_free, visible
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import machine as gpu_machine
+from benchmarks.gpu_check.__main__ import STAGES, Check, CheckFailed, Result, Running, run_stage
+from benchmarks.gpu_check.machine import Gpu, Memory, number, until_free, visible
 
 PRINTED = (
     "weights arrive: after a test publication the engines' log-probs differ from the learner's by "
@@ -69,7 +70,7 @@ class Commands:
             (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
         elif "eval" in command:
             output = 'evaluating ...\n{"eval/accuracy_greedy": 0.5}\n'
-        elif "benchmarks.gpu_senders" in command:
+        elif "benchmarks.gpu_check.senders" in command:
             output = f"Loading\n{json.dumps(SENT | {'wrong_pieces': self.wrong_pieces})}\n"
         elif "pytest" in command:
             output = "...\n12 passed, 3 deselected in 4.00s\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import packed_tensor
 
-from benchmarks import gpu_senders
+from benchmarks.gpu_check import senders as gpu_senders
 from tests.support import nccl_over_gloo
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, in_thread

@@ -10,6 +10,12 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[a-z]*.py")))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+        for path in FOLDER.rglob("*.py")
+    ),
+)
 def test_a_benchmark_can_be_loaded(name: str) -> None:
-    importlib.import_module(f"benchmarks.{name}")
+    importlib.import_module(name)

@@ -13,8 +13,8 @@ import pytest
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.wire.codec import GroupTicket, decode_group, decode_meta
-from benchmarks import queue_actors
-from benchmarks.queue_actors import Frames, PlainQueue, Shape
+from benchmarks.queue import actors as queue_actors
+from benchmarks.queue.actors import Frames, PlainQueue, Shape
 
 
 def test_the_frames_of_the_benchmark_are_those_of_their_tickets() -> None:

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from async_grpo.config.load import load_config
-from benchmarks import learner, rollout, startup, throughput
-from benchmarks.learner_arm import Batch, Work, padding_of
+from benchmarks import startup
+from benchmarks.learner import __main__ as learner
+from benchmarks.learner.arm import Batch, Work, padding_of
+from benchmarks.rollout import __main__ as rollout
 from benchmarks.startup import BEFORE, FIRST
 from benchmarks.tails import MODELS, TailModel
-from benchmarks.throughput import Table, net_tokens_per_s
-from benchmarks.throughput_ideal import ideal_speed_up, simulated_idle
-from benchmarks.throughput_run import summed
+from benchmarks.throughput import __main__ as throughput
+from benchmarks.throughput.__main__ import Table, net_tokens_per_s
+from benchmarks.throughput.ideal import ideal_speed_up, simulated_idle
+from benchmarks.throughput.run import summed
 
 CONFIG = "benchmarks/tails.yaml"
 

@@ -15,10 +15,12 @@ import pytest
 
 from async_grpo.config import schema
 from async_grpo.tasks.arithmetic import Arithmetic
-from benchmarks import vs_trl, vs_trl_environment, vs_trl_side
 from benchmarks.tails import Tails
-from benchmarks.vs_trl import OURS, THEIRS, our_row, pairs, seconds_to, table, their_row
-from benchmarks.vs_trl_workloads import SHORT, WORKLOADS, smoke
+from benchmarks.vs_trl import __main__ as vs_trl
+from benchmarks.vs_trl import environment as vs_trl_environment
+from benchmarks.vs_trl import side as vs_trl_side
+from benchmarks.vs_trl.__main__ import OURS, THEIRS, our_row, pairs, seconds_to, table, their_row
+from benchmarks.vs_trl.workloads import SHORT, WORKLOADS, smoke
 
 # ---- the same work ----
 
@@ -49,7 +51,7 @@ def test_the_other_side_gets_our_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = smoke(WORKLOADS[name])
-    monkeypatch.setattr("benchmarks.vs_trl_workloads.model_of", lambda config: "model")
+    monkeypatch.setattr("benchmarks.vs_trl.workloads.model_of", lambda config: "model")
     work, config = workload.work(3, tmp_path), workload.load(3, tmp_path)
     assert (work["seed"], work["lr"], work["response_length"]) == (
         3,

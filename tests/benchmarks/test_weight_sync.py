@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.weight_sync_engine import Pair
-from benchmarks.weight_sync_learner import RankResult, Round
-from benchmarks.weight_sync_models import SIZES, PlainWeights
-from benchmarks.weight_sync_run import run_result
+from benchmarks.weight_sync.engine import Pair
+from benchmarks.weight_sync.learner import RankResult, Round
+from benchmarks.weight_sync.models import SIZES, PlainWeights
+from benchmarks.weight_sync.run import run_result
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -9,9 +9,9 @@ import pytest
 
 from async_grpo.replay.outstanding import WINDOW, OutstandingLimit
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.tools.predict.engine import Speed
 from async_grpo.tools.predict.simulation.scenario import Result, Scenario
 from async_grpo.tools.predict.simulation.simulator import simulate
-from benchmarks.simulation import BASE, balanced
 from tests.support.queues import queue_settings
 
 SIZE = 8
@@ -99,7 +99,30 @@ def test_a_number_and_a_synchronous_run_stay_as_they_are(
 # ---- in simulated runs
 
 
-EVEN = balanced(replace(BASE, total_steps=80))
+def balanced(scenario: Scenario) -> Scenario:
+    """With a learner that needs as long for a batch as the producers on average, all of their slots
+    taken.
+    """
+    group = statistics.mean(sum(scenario.lengths(group_id, 1)) for group_id in range(4_000))
+    full = scenario.actors * scenario.speed.total(scenario.places)
+    step_s = scenario.rollout_batch_size * group / full
+    return replace(scenario, learner_s=step_s, publish_s=0.05 * step_s, poll_s=0.25 * step_s)
+
+
+EVEN = balanced(
+    Scenario(
+        rollout_batch_size=16,
+        group_size=8,
+        mean_tokens=32.0,
+        spread=1.0,
+        longest=8.0,
+        speed=Speed(((1, 96.0), (32, 1024.0))),
+        actors=8,
+        places=32,
+        total_steps=80,
+    )
+)
+"""A response alone has three times the speed that it has in a full engine."""
 DEEP = replace(EVEN, max_staleness=7)
 TAILS = replace(DEEP, learner_s=4 * EVEN.learner_s)
 """Engines are four times as fast as the learner, and the longest responses last two steps."""

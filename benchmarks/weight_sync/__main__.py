@@ -1,0 +1,281 @@
+"""What a publication of weights costs: `python -m benchmarks.weight_sync [--only stage engine
+learner] [--quick] [--docs FILE] [--out FILE]`.
+
+    stage     a DeepSpeed learner of two ranks copies its weights into shared memory, ZeRO-1 and
+              ZeRO-3      against memcpy in the same process
+    engine    a vLLM engine at work takes them: seconds by phase, and rollout time lost
+              against the same work undisturbed
+    learner   the quickstart with and without `weight_sync.overlap`: learner time lost, by its own
+              metrics
+
+The models are Qwen2 with random weights of 1, 14 and 100 million parameters in float32, and one of
+500 million in bfloat16, whose learner has one rank. Each learner rank and each engine has one
+thread. Figures that are compared are taken in turn, in rounds; printed is the median with the
+smallest and the largest. What does not fit into the memory that is free is left out, and the table
+says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.algo import kilobytes
+from benchmarks.harness import aim, spread, write_docs
+from benchmarks.weight_sync.engine import EVERY_S, EngineResult, engine_side
+from benchmarks.weight_sync.learner import RankResult, staged
+from benchmarks.weight_sync.models import SIZES, Size
+from benchmarks.weight_sync.run import STEPS_PER_S, RunResult, run_once
+
+PARTS = ["stage", "engine", "learner"]
+COPY_AIM, ROLLOUT_AIM, LEARNER_AIM = 0.8, 0.02, 0.05
+ROLLOUT_AIM_SIZES = ("1M", "14M")
+Part = tuple[list[str], list[str], Any]
+"""Lines of a table, lines of the list of aims, and values for the JSON."""
+
+
+def told(line: str) -> str:
+    """The line, shown as soon as it is there: a part takes minutes."""
+    print(line, file=sys.stderr, flush=True)
+    return line
+
+
+def left_out(size: Size) -> str:
+    """Why the learner of this size is not measured, or ""."""
+    free = kilobytes("/proc/meminfo", "MemAvailable") * 1024e-9
+    return (
+        f"left out: needs about {size.needs_gb:.0f} GB, {free:.1f} GB are free"
+        if free < size.needs_gb
+        else ""
+    )
+
+
+def stage_part(models: dict[str, str], *, quick: bool, directory: Path) -> Part:
+    """Every size with ZeRO-1, and with ZeRO-3 where there are two ranks."""
+    lines = [
+        "stage: rank 0 of the learner copies all weights into a shared-memory segment",
+        "",
+        "| model | MB | ZeRO, ranks | copy ms | copy GB/s | memcpy GB/s | of memcpy | "
+        "checksums ms | stage ms, unverified / verified |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    memory = [
+        "",
+        "memory: resident peak of the first stage above the level before it, MB",
+        "",
+        "| model | MB | ZeRO | rank 0 | of it the segment | rank 1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    aims, values = [], {}
+    for name, model in models.items():
+        size = SIZES[name]
+        for zero_stage in (1, 3) if size.ranks > 1 else (1,):
+            if reason := left_out(size):
+                lines.append(f"| {name} | {reason} |" + " |" * 7)
+                continue
+            rounds = 3 if quick else size.rounds
+            found = staged(size, model, zero_stage=zero_stage, rounds=rounds, fallback=directory)
+            values[f"{name} zero{zero_stage}"] = [asdict(one) for one in found]
+            lines.append(told(stage_line(name, zero_stage, found)))
+            megabytes = f"{found[0].nbytes / 2**20:,.1f}"
+            peaks = (
+                f"{found[0].peak_mb:,.1f} | {found[0].segment_mb:,.1f} | "
+                f"{found[1].peak_mb if len(found) > 1 else 0:,.1f}"
+            )
+            memory.append(told(f"| {name} | {megabytes} | {zero_stage} | {peaks} |"))
+            if zero_stage == 1:
+                ratio = statistics.median(found[0].of_memcpy)
+                aims.append(
+                    aim(
+                        f"writing the segment at {COPY_AIM} of memcpy, {name}",
+                        f"{ratio:.2f}",
+                        met=ratio >= COPY_AIM,
+                    )
+                )
+    return lines + memory, aims, values
+
+
+def stage_line(name: str, zero_stage: int, found: list[RankResult]) -> str:
+    """One learner's line of the table."""
+    first, rounds = found[0], found[0].rounds
+    return (
+        f"| {name} | {first.nbytes / 2**20:,.1f} | {zero_stage}, {len(found)} | "
+        f"{spread([one.copy * 1e3 for one in rounds])} "
+        f"| {spread(first.copies_gb_per_s, '.1f')} | "
+        f"{spread(first.memcpy_gb_per_s, '.1f')} | {spread(first.of_memcpy)} "
+        f"| {spread([one.checksums * 1e3 for one in rounds])} "
+        f"| {statistics.median(one.stage for one in rounds) * 1e3:.2f} / "
+        f"{statistics.median(one.verified for one in rounds) * 1e3:.2f} |"
+    )
+
+
+def engine_part(models: dict[str, str], *, quick: bool, pairs: int, directory: Path) -> Part:
+    """Every size with both settings of `weight_sync.kv_cache`."""
+    lines = [
+        "engine: publications to an engine at work; lost: rollout time per publication, "
+        f"and its share at one per {EVERY_S:g} s",
+        "",
+        "| model | kv_cache | sequences x tokens | tokens/s | stage ms | pause ms | load "
+        "ms | label, resume ms | until live ms | tokens recomputed | lost ms | lost |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    aims, values = [], {}
+    for name, model in models.items():
+        size = replace(SIZES[name], period_s=0.5) if quick else SIZES[name]
+        for kv_cache in ("recompute", "keep"):
+            found = engine_side(
+                size,
+                model,
+                kv_cache=kv_cache,
+                pairs=2 if quick else pairs,
+                window_s=2 if quick else 8,
+                fallback=directory,
+            )
+            values[f"{name} {kv_cache}"] = asdict(found)
+            lines.append(told(engine_line(size, kv_cache, found)))
+            if name in ROLLOUT_AIM_SIZES:
+                share = statistics.median(pair.share for pair in found.pairs)
+                what = (
+                    f"rollout time lost at most {ROLLOUT_AIM:.0%} at one publication per "
+                    f"{EVERY_S:g} s, {name}, {kv_cache}"
+                )
+                aims.append(aim(what, f"{share:.1%}", met=share <= ROLLOUT_AIM))
+    return lines, aims, values
+
+
+def engine_line(size: Size, kv_cache: str, found: EngineResult) -> str:
+    """One engine's line of the table."""
+    ours = found.publications
+
+    def phase(name: str) -> str:
+        return spread([getattr(one, name) * 1e3 for one in ours], ".1f")
+
+    return (
+        f"| {size.name} | {kv_cache} | {size.sequences} x {size.response} | "
+        f"{found.tokens_per_s:,.0f} | {phase('stage')} | {phase('pause')} "
+        f"| {phase('load')} | {phase('resume')} | {phase('live')} | "
+        f"{statistics.median(one.recomputed_tokens for one in ours):,.0f} "
+        f"| {spread([pair.lost * 1e3 for pair in found.pairs], '.0f')} | "
+        f"{spread([pair.share for pair in found.pairs], '.2%')} |"
+    )
+
+
+def learner_part(*, quick: bool, rounds: int, directory: Path) -> Part:
+    """The quickstart, overlap on and off in turn."""
+    found: dict[bool, list[RunResult]] = {True: [], False: []}
+    for number in range(1 if quick else rounds):
+        for overlap in (True, False) if number % 2 else (False, True):
+            found[overlap].append(
+                run_once(
+                    directory / f"run{number}{overlap}", overlap=overlap, steps=8 if quick else 60
+                )
+            )
+            told(f"overlap {overlap}: {found[overlap][-1]}")
+    lines = [
+        f"learner: the quickstart, {found[True][0].steps} steps after the first, a "
+        "publication after each; lost: waited for it",
+        "",
+        "| overlap | runs | steps/s | train ms | waited ms | lost | lost at "
+        f"{STEPS_PER_S:g} steps/s | engine paused ms | until live ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for overlap, runs in found.items():
+        lines.append(
+            f"| {'on' if overlap else 'off'} | {len(runs)} | "
+            f"{spread([1 / one.step_s for one in runs])} "
+            f"| {spread([one.train_s * 1e3 for one in runs], '.0f')} | "
+            f"{spread([one.publish_s * 1e3 for one in runs], '.1f')} "
+            f"| {spread([one.lost for one in runs], '.1%')} | "
+            f"{spread([one.lost_at_rate for one in runs], '.1%')} "
+            f"| {spread([one.paused_s * 1e3 for one in runs], '.0f')} | "
+            f"{spread([one.until_live_s * 1e3 for one in runs], '.0f')} |"
+        )
+    share = statistics.median(one.lost_at_rate for one in found[True])
+    reached = aim(
+        f"learner time lost at most {LEARNER_AIM:.0%} at {STEPS_PER_S:g} steps/s, overlap on",
+        f"{share:.1%}",
+        met=share <= LEARNER_AIM,
+    )
+    return (
+        lines,
+        [reached],
+        {
+            ("on" if overlap else "off"): [asdict(one) for one in runs]
+            for overlap, runs in found.items()
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weight_sync", description="What a publication of weights costs."
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=None)
+    parser.add_argument("--rounds", type=int, default=3, help="of the parts engine and learner")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the smallest model and few rounds: shows that it runs, not how fast",
+    )
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument(
+        "--docs", type=Path, help="a file whose tables between the markers are replaced"
+    )
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    machine = (
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch "
+        f"{torch.__version__}; load before the start {load:.1f}"
+    )
+    results, shown, aims = {"machine": machine}, [machine], []
+
+    def keep(name: str, part: Part) -> None:
+        lines, reached, results[name] = part
+        shown.extend(["", *lines])
+        aims.extend(reached)
+        print("\n".join(["", *lines]), flush=True)
+
+    print(machine)
+    with tempfile.TemporaryDirectory(prefix="weights-") as temporary:
+        directory, quick = Path(temporary), arguments.quick
+        sizes = arguments.sizes or (["1M"] if quick else list(SIZES))
+        models = {
+            name: SIZES[name].write(directory / name)
+            for name in sizes
+            if set(arguments.only) != {"learner"}
+        }
+        if "stage" in arguments.only:
+            keep("stage", stage_part(models, quick=quick, directory=directory))
+        if "engine" in arguments.only:
+            keep(
+                "engine",
+                engine_part(models, quick=quick, pairs=arguments.rounds, directory=directory),
+            )
+        if "learner" in arguments.only:
+            keep("learner", learner_part(quick=quick, rounds=arguments.rounds, directory=directory))
+    keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], list(aims)))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if arguments.docs:
+        write_docs(arguments.docs, shown, benchmark="weight_sync")
+
+
+if __name__ == "__main__":
+    for variable, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+    ):
+        os.environ.setdefault(variable, value)
+    main()
