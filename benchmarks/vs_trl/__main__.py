@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, aim, machine, spread, write_docs
 from benchmarks.throughput.run import summed
-from benchmarks.vs_trl import environment
+from benchmarks.vs_trl.environment import DEFAULT, ensure, versions
 from benchmarks.vs_trl.workloads import WORKLOADS, Workload, model_of, smoke
 
 SIDE = Path(__file__).with_name("side.py")
@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--environment",
         type=Path,
-        default=environment.DEFAULT,
+        default=DEFAULT,
         help="where TRL's environment is, or is made",
     )
     parser.add_argument(
@@ -366,10 +366,10 @@ def main(argv: list[str] | None = None) -> None:
             )
             for one in workloads
         ]
-    python = environment.ensure(arguments.environment)
+    python = ensure(arguments.environment)
     results = {
         "machine": machine("vllm", "ray", "deepspeed", "torch"),
-        "trl": environment.versions(python),
+        "trl": versions(python),
         "rows": [],
     }
     if arguments.out and arguments.out.exists():
