@@ -331,10 +331,7 @@ def main(argv: list[str] | None = None) -> None:
         "--continuous", action="store_true", help="TRL's side generates with continuous batching"
     )
     parser.add_argument(
-        "--environment",
-        type=Path,
-        default=DEFAULT,
-        help="where TRL's environment is, or is made",
+        "--environment", type=Path, default=DEFAULT, help="where TRL's environment is, or is made"
     )
     parser.add_argument(
         "--smoke",
