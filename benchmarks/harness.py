@@ -5,6 +5,7 @@ Runs in: the process of a benchmark.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -48,6 +49,44 @@ def write_docs(path: Path, lines: Sequence[str], *, benchmark: str) -> None:
     path.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 
+Part = tuple[list[str], list[str], Any]
+"""Lines of a table, lines of the list of aims, and values for the JSON."""
+
+
+class Report:
+    """The parts of a benchmark: printed as they come, then written where --out and --docs say."""
+
+    def __init__(self, benchmark: str, where: str) -> None:
+        self._benchmark, self._shown, self._aims = benchmark, [where], list[str]()
+        self._results: dict[str, Any] = {"machine": where}
+        print(where, flush=True)
+
+    @staticmethod
+    def options(parser: argparse.ArgumentParser) -> None:
+        """Take where the results go."""
+        parser.add_argument("--out", type=Path, help="where the JSON goes")
+        parser.add_argument(
+            "--docs", type=Path, help="a file whose tables between the markers are replaced"
+        )
+
+    def keep(self, name: str, part: Part) -> None:
+        """Print a part."""
+        lines, reached, self._results[name] = part
+        self._shown += ["", *lines]
+        self._aims += reached
+        print("\n".join(["", *lines]), flush=True)
+
+    def end(self, arguments: argparse.Namespace) -> None:
+        """Print the aims, and write."""
+        aims = list(self._aims)
+        self.keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], aims))
+        if arguments.out:
+            text = json.dumps(self._results, indent=1) + "\n"
+            arguments.out.write_text(text, encoding="utf-8")
+        if arguments.docs:
+            write_docs(arguments.docs, self._shown, benchmark=self._benchmark)
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half of its 95 % interval (Student's t)."""
     if len(values) < 2:
@@ -71,6 +110,16 @@ def difference(values: Sequence[float]) -> str:
     mean, half = interval(values)
     text = f"{100 * mean:+.1f}" + ("" if math.isnan(half) else f" ± {100 * half:.1f}")
     return f"**{text}**" if abs(mean) > half else text
+
+
+def kilobytes(path: str, field: str) -> int:
+    """A line `field:  123 kB` of a file in /proc. VmRSS is the resident memory of a process now,
+    VmHWM its peak.
+    """
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{path} has no {field}: memory is measured on Linux only")
+    return int(found[1])
 
 
 def machine(*packages: str) -> str:

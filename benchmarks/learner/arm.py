@@ -30,7 +30,7 @@ from async_grpo.learner.attention import of_rows
 from async_grpo.learner.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.learner.packing import PackedRow
 from async_grpo.wire import codec
-from benchmarks.algo import kilobytes
+from benchmarks.harness import kilobytes
 from benchmarks.tails import PROMPT_TOKENS
 from benchmarks.weight_sync.learner import free_port
 

@@ -1,14 +1,10 @@
-"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single age
-crowd recovery] [--out FILE]`.
+"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single]
+[--out FILE]`.
 
     small, medium, large   groups of about 1.5 KB, 590 KB and 4.3 MB through Ray actors, many per
                            call            against a plain actor
     single                 groups of 1.5 KB, one per call
                            against a plain actor
-    age                    CPU time per group, and memory, after 1,000, 100,000 and 1,000,000
-                           groups; the queue object alone
-    crowd                  1,200 calls of `acquire` under way while groups are put
-    recovery               seconds until a journal of about half a GB is open again
 
 Two producers call like rollout actors, each with one `acquire` and one `put` under way; a consumer
 calls like the loop and a learner rank. The rival is a Ray actor around a deque that answers the
@@ -25,16 +21,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -46,13 +39,10 @@ from async_grpo.cluster.queue import QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
-from benchmarks.algo import kilobytes
-from benchmarks.harness import aim, spread, write_docs
+from benchmarks.harness import Part, Report, aim, kilobytes, machine, spread
 from benchmarks.queue.actors import Consumer, PlainQueue, Producer, Shape
-from benchmarks.queue.alone import ages, crowd, recovery
 
 PRODUCERS, MAX_STALENESS, WARM_UP_STEPS, MAX_STEPS = 2, 3, 4, 100_000
-WAITING_ACTORS = 1_200
 TIMEOUT_S = 120.0
 SHAPES = {
     "small": Shape(rows=8, tokens=6, batch=256, call=64, steps=12),
@@ -60,8 +50,6 @@ SHAPES = {
     "large": Shape(rows=16, tokens=30_000, batch=8, call=2, steps=8),
     "single": Shape(rows=8, tokens=6, batch=16, call=1, steps=8),
 }
-TINY = Shape(rows=1, tokens=1, batch=256, call=0, steps=0)
-PARTS = ["age", *SHAPES, "crowd", "recovery"]
 
 
 @dataclass(frozen=True)
@@ -283,74 +271,7 @@ def contest_aims(found: Contest) -> list[str]:
     return lines
 
 
-def age_part(groups: int) -> tuple[list[str], list[str], Any]:
-    """Table, aims and values of the cost by age."""
-    marks = [mark for mark in (1_000, 100_000, 1_000_000) if mark < groups] + [groups]
-    found = asyncio.run(ages(settings_for(TINY), TINY, marks))
-    lines = ["age: one response of one token, the queue object alone", ""]
-    lines += ["| groups passed | CPU us per group | process MB |", "|---|---|---|"]
-    lines += [f"| {one.groups:,} | {one.us_per_group:.1f} | {one.memory_mb:.0f} |" for one in found]
-    slower, grown = (
-        found[-1].us_per_group / found[0].us_per_group,
-        found[-1].memory_mb - found[-2].memory_mb,
-    )
-    figure = f"{slower:.2f} times the cost, {grown:+.0f} MB since {found[-2].groups:,}"
-    return (
-        lines,
-        [aim("age: flat", figure, met=slower <= 1.15 and grown < 16)],
-        [asdict(one) for one in found],
-    )
-
-
-async def crowd_part() -> tuple[list[str], list[str], Any]:
-    """Table, aims and values of the waiting actors."""
-    shape = SHAPES["small"]
-    waves = await crowd(settings_for(shape), shape, actors=WAITING_ACTORS, waves=4)
-    del waves[0]  # connections are made
-    puts, answered = (
-        spread([one.put_s * 1e3 for one in waves], ".0f"),
-        spread([one.answered_s * 1e3 for one in waves], ".0f"),
-    )
-    lines = [
-        f"crowd: {WAITING_ACTORS:,} actors ask a full queue at once; a put of {shape.call} "
-        "groups is sent behind them",
-        "",
-        "| put ms | all answered after ms |",
-        "|---|---|",
-        f"| {puts} | {answered} |",
-    ]
-    met = all(one.answers == one.calls for one in waves)
-    reached = aim(
-        f"crowd: {WAITING_ACTORS:,} actors wait, a put goes through", f"{puts} ms", met=met
-    )
-    return lines, [reached], [asdict(one) for one in waves]
-
-
-async def recovery_part(directory: Path) -> tuple[list[str], list[str], Any]:
-    """Table and values of opening a journal again."""
-    found = []
-    for name, shape in (
-        ("medium", replace(SHAPES["medium"], batch=128, steps=4)),
-        ("small", replace(SHAPES["small"], steps=60)),
-    ):
-        journal = JournalSettings(str(directory / f"recovery-{name}"), start="first", fsync="never")
-        found.append((name, await recovery(settings_for(shape), shape, journal)))
-    lines = ["recovery: `open_queue` on a journal that is there, the queue object alone", ""]
-    lines += [
-        "| groups | journal GB | trained | ready | same start, s (s/GB) | from a "
-        "checkpoint, s (s/GB) |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {one.gb:.2f} | {one.trained:,} | {one.ready:,} | {one.same_s:.2f} "
-        f"({one.same_s / one.gb:.1f}) "
-        f"| {one.other_s:.2f} ({one.other_s / one.gb:.1f}) |"
-        for name, one in found
-    ]
-    return lines, [], {name: asdict(one) for name, one in found}
-
-
-def contest_part(name: str, *, rounds: int, directory: Path) -> tuple[list[str], list[str], Any]:
+def contest_part(name: str, *, rounds: int, directory: Path) -> Part:
     """Table, aims and values of one shape."""
     found = asyncio.run(contest(name, rounds=rounds, directory=directory))
     values = [{who: asdict(one) for who, one in results.items()} for results in found.rounds]
@@ -365,52 +286,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.queue", description="What the replay queue carries."
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--groups", type=int, default=1_000_000, help="groups that pass in the part age"
-    )
     parser.add_argument(
         "--directory",
         type=Path,
         help="where the journals go (default: the directory of temporary files)",
     )
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose tables between the markers are replaced"
-    )
+    Report.options(parser)
     arguments = parser.parse_args()
-    machine = (
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python "
-        f"{platform.python_version()}, ray {ray.__version__}"
-    )
-    results, shown, aims = {"machine": machine}, [machine], []
-
-    def keep(name: str, part: tuple[list[str], list[str], Any]) -> None:
-        lines, reached, results[name] = part
-        shown.extend(["", *lines])
-        aims.extend(reached)
-        print("\n".join(["", *lines]), flush=True)
-
-    print(machine)
-    if "age" in arguments.only:
-        keep("age", age_part(arguments.groups))  # before Ray has its threads in this process
+    report = Report("queue", machine("ray"))
     session = RaySession.open(processes=PRODUCERS + 6)
     try:
         with tempfile.TemporaryDirectory(prefix="queue-", dir=arguments.directory) as directory:
             for name in (name for name in SHAPES if name in arguments.only):
-                keep(name, contest_part(name, rounds=arguments.rounds, directory=Path(directory)))
-            if "crowd" in arguments.only:
-                keep("crowd", asyncio.run(crowd_part()))
-            if "recovery" in arguments.only:
-                keep("recovery", asyncio.run(recovery_part(Path(directory))))
+                part = contest_part(name, rounds=arguments.rounds, directory=Path(directory))
+                report.keep(name, part)
     finally:
         session.close()
-    keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], list(aims)))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, shown, benchmark="queue")
+    report.end(arguments)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from async_grpo.run.trainer import Trainer
 from benchmarks.harness import aim, machine, spread, write_docs
 from benchmarks.tails import MODELS, TailModel
 from benchmarks.throughput.bare import bare_generation
-from benchmarks.throughput.ideal import ideal_speed_up, simulated_idle
 from benchmarks.throughput.run import Row, measured, median_of, overhead
 
 RAW_AIM, NET_AIM, AIM_STEP_S = 0.90, 0.95, 2.0
@@ -67,7 +66,7 @@ class Plan:
         self,
         name: str,
         *,
-        module: str = "async_grpo.run",
+        program: tuple[str, ...] = ("async_grpo.run",),
         extra: tuple[str, ...] = (),
         skip: int | None = None,
     ) -> Row:
@@ -81,7 +80,7 @@ class Plan:
             "evaluation.before=false",
         ]
         return measured(
-            [module, self.config, *settings, *extra],
+            [*program, self.config, *settings, *extra],
             where,
             skip=self.skip if skip is None else skip,
             last=self.steps - 1,
@@ -104,10 +103,11 @@ def measure(plan: Plan, part: str) -> Row:
                 "the part learner repeats what a run of this round recorded; measure a "
                 "system before it"
             )
-        return plan.run("replay", extra=("replay.max_staleness=8", "--replay", str(recorded)))
+        program = ("async_grpo", "retrain", str(recorded), "--config")
+        return plan.run("replay", program=program, extra=("replay.max_staleness=8",))
     if part == "both":
         return plan.run(
-            "both", module="benchmarks.throughput.both_cores", extra=("replay.max_staleness=0",)
+            "both", program=("benchmarks.throughput.both_cores",), extra=("replay.max_staleness=0",)
         )
     staleness = int(part.removeprefix("system "))
     row = plan.run(
@@ -138,8 +138,8 @@ def net_tokens_per_s(row: Row, cores: int) -> float:
 class Table:
     """Rows as lines for a person."""
 
-    def __init__(self, rows: list[Row], config: object, cores: int) -> None:
-        self._rows, self._config, self._cores = rows, config, cores
+    def __init__(self, rows: list[Row], cores: int) -> None:
+        self._cores = cores
         self._parts = {
             part: [row for row in rows if row["part"] == part]
             for part in dict.fromkeys(row["part"] for row in rows)
@@ -239,32 +239,9 @@ class Table:
         if not {"generation", "learner"} <= set(self._parts):
             return []
         generation, learner = self._rate("generation"), self._rate("learner")
-        lengths = [group for row in self._parts["generation"] for group in row["lengths"]]
-        ideal = (
-            "Ideal speed-up (Tg + Tt) / max(Tg, Tt) from the bare rates: "
-            f"{ideal_speed_up(generation, learner):.2f}."
-        )
-        lines = [
-            "",
-            f"{ideal} Learner idle, simulated with the measured lengths and rates, and measured:",
-            "",
-        ]
-        lines += ["| max_staleness | simulated | measured |", "|---|---|---|"]
-        for part in [part for part in self._parts if part.startswith("system ")]:
-            rows, staleness = self._parts[part], int(part.removeprefix("system "))
-            idle = simulated_idle(
-                self._config,
-                lengths,
-                tokens_per_s=generation,
-                learner_s=median_of(self._parts["learner"], lambda row: row["train_s"]),
-                publish_s=median_of(rows, lambda row: row["until_live_s"]),
-                staleness=staleness,
-            )
-            lines.append(
-                f"| {staleness} | {idle:.1%} | "
-                f"{spread([row['shares']['wait'] for row in rows], '.1%')} |"
-            )
-        return lines
+        seconds = [1 / generation, 1 / learner]
+        ideal = f"(Tg + Tt) / max(Tg, Tt) from the bare rates: {sum(seconds) / max(seconds):.2f}"
+        return ["", f"Ideal speed-up {ideal}."]
 
     def aims(self) -> list[str]:
         """What was reached, where the workload is one that the aims are about."""
@@ -380,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
                 if arguments.out:
                     arguments.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
         config = load_config(arguments.config, settings)
-        table = Table(results["rows"], config, results["cores"])
+        table = Table(results["rows"], results["cores"])
         name = arguments.model or "its own model"
         batch = (
             f"{config.rollout.rollout_batch_size} groups of {config.rollout.group_size} "

@@ -1,12 +1,10 @@
-"""What a publication of weights costs: `python -m benchmarks.weight_sync [--only stage engine
-learner] [--quick] [--docs FILE] [--out FILE]`.
+"""What a publication of weights costs: `python -m benchmarks.weight_sync [--only stage engine]
+[--quick] [--docs FILE] [--out FILE]`.
 
     stage     a DeepSpeed learner of two ranks copies its weights into shared memory, ZeRO-1 and
               ZeRO-3      against memcpy in the same process
     engine    a vLLM engine at work takes them: seconds by phase, and rollout time lost
               against the same work undisturbed
-    learner   the quickstart with and without `weight_sync.overlap`: learner time lost, by its own
-              metrics
 
 The models are Qwen2 with random weights of 1, 14 and 100 million parameters in float32, and one of
 500 million in bfloat16, whose learner has one rank. Each learner rank and each engine has one
@@ -18,30 +16,21 @@ says so.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from benchmarks.algo import kilobytes
-from benchmarks.harness import aim, spread, write_docs
+from benchmarks.harness import Part, Report, aim, kilobytes, machine, spread
 from benchmarks.weight_sync.engine import EVERY_S, EngineResult, engine_side
 from benchmarks.weight_sync.learner import RankResult, staged
 from benchmarks.weight_sync.models import SIZES, Size
-from benchmarks.weight_sync.run import STEPS_PER_S, RunResult, run_once
 
-PARTS = ["stage", "engine", "learner"]
-COPY_AIM, ROLLOUT_AIM, LEARNER_AIM = 0.8, 0.02, 0.05
+PARTS = ["stage", "engine"]
+COPY_AIM, ROLLOUT_AIM = 0.8, 0.02
 ROLLOUT_AIM_SIZES = ("1M", "14M")
-Part = tuple[list[str], list[str], Any]
-"""Lines of a table, lines of the list of aims, and values for the JSON."""
 
 
 def told(line: str) -> str:
@@ -170,105 +159,31 @@ def engine_line(size: Size, kv_cache: str, found: EngineResult) -> str:
     )
 
 
-def learner_part(*, quick: bool, rounds: int, directory: Path) -> Part:
-    """The quickstart, overlap on and off in turn."""
-    found: dict[bool, list[RunResult]] = {True: [], False: []}
-    for number in range(1 if quick else rounds):
-        for overlap in (True, False) if number % 2 else (False, True):
-            found[overlap].append(
-                run_once(
-                    directory / f"run{number}{overlap}", overlap=overlap, steps=8 if quick else 60
-                )
-            )
-            told(f"overlap {overlap}: {found[overlap][-1]}")
-    lines = [
-        f"learner: the quickstart, {found[True][0].steps} steps after the first, a "
-        "publication after each; lost: waited for it",
-        "",
-        "| overlap | runs | steps/s | train ms | waited ms | lost | lost at "
-        f"{STEPS_PER_S:g} steps/s | engine paused ms | until live ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for overlap, runs in found.items():
-        lines.append(
-            f"| {'on' if overlap else 'off'} | {len(runs)} | "
-            f"{spread([1 / one.step_s for one in runs])} "
-            f"| {spread([one.train_s * 1e3 for one in runs], '.0f')} | "
-            f"{spread([one.publish_s * 1e3 for one in runs], '.1f')} "
-            f"| {spread([one.lost for one in runs], '.1%')} | "
-            f"{spread([one.lost_at_rate for one in runs], '.1%')} "
-            f"| {spread([one.paused_s * 1e3 for one in runs], '.0f')} | "
-            f"{spread([one.until_live_s * 1e3 for one in runs], '.0f')} |"
-        )
-    share = statistics.median(one.lost_at_rate for one in found[True])
-    reached = aim(
-        f"learner time lost at most {LEARNER_AIM:.0%} at {STEPS_PER_S:g} steps/s, overlap on",
-        f"{share:.1%}",
-        met=share <= LEARNER_AIM,
-    )
-    return (
-        lines,
-        [reached],
-        {
-            ("on" if overlap else "off"): [asdict(one) for one in runs]
-            for overlap, runs in found.items()
-        },
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.weight_sync", description="What a publication of weights costs."
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=None)
-    parser.add_argument("--rounds", type=int, default=3, help="of the parts engine and learner")
+    parser.add_argument("--rounds", type=int, default=3, help="of the part engine")
     parser.add_argument(
         "--quick",
         action="store_true",
         help="the smallest model and few rounds: shows that it runs, not how fast",
     )
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose tables between the markers are replaced"
-    )
+    Report.options(parser)
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    machine = (
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch "
-        f"{torch.__version__}; load before the start {load:.1f}"
-    )
-    results, shown, aims = {"machine": machine}, [machine], []
-
-    def keep(name: str, part: Part) -> None:
-        lines, reached, results[name] = part
-        shown.extend(["", *lines])
-        aims.extend(reached)
-        print("\n".join(["", *lines]), flush=True)
-
-    print(machine)
+    report = Report("weight_sync", machine("torch"))
     with tempfile.TemporaryDirectory(prefix="weights-") as temporary:
         directory, quick = Path(temporary), arguments.quick
         sizes = arguments.sizes or (["1M"] if quick else list(SIZES))
-        models = {
-            name: SIZES[name].write(directory / name)
-            for name in sizes
-            if set(arguments.only) != {"learner"}
-        }
+        models = {name: SIZES[name].write(directory / name) for name in sizes}
         if "stage" in arguments.only:
-            keep("stage", stage_part(models, quick=quick, directory=directory))
+            report.keep("stage", stage_part(models, quick=quick, directory=directory))
         if "engine" in arguments.only:
-            keep(
-                "engine",
-                engine_part(models, quick=quick, pairs=arguments.rounds, directory=directory),
-            )
-        if "learner" in arguments.only:
-            keep("learner", learner_part(quick=quick, rounds=arguments.rounds, directory=directory))
-    keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], list(aims)))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, shown, benchmark="weight_sync")
+            part = engine_part(models, quick=quick, pairs=arguments.rounds, directory=directory)
+            report.keep("engine", part)
+    report.end(arguments)
 
 
 if __name__ == "__main__":

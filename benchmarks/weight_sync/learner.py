@@ -26,7 +26,7 @@ import torch.distributed as dist
 from async_grpo.config.schema import Config
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.shared_memory import Segments, SharedMemorySender, choose_directory
-from benchmarks.algo import kilobytes
+from benchmarks.harness import kilobytes
 from benchmarks.weight_sync.models import Size
 
 TIMEOUT_S = 600.0

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, lag_bucket, loss_metrics
-from benchmarks.algo import PARTS, QUICK
 from tests.support.algo_case import F64, fast, seeds, tokens
 
 CLIP = Clip(0.2, 0.28, dual=3.0)
@@ -356,10 +355,3 @@ def test_mismatch_is_reported_only_for_another_forward_pass() -> None:
         for name in means
     )
     assert means["train/kl"] == means["train/entropy"] == 1
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_case_of_the_benchmark_runs(part: str) -> None:
-    assert PARTS[part].reference in PARTS[part].cases
-    for name in PARTS[part].cases:
-        PARTS[part].make(name, QUICK)()

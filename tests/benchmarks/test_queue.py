@@ -46,9 +46,9 @@ def test_both_rivals_answer_what_producers_and_consumers_call() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["age", "small", "crowd", "recovery"])
+@pytest.mark.parametrize("part", ["small", "single"])
 def test_every_part_measures_something(part: str) -> None:
-    command = ["-m", "benchmarks.queue", "--only", part, "--rounds", "1", "--groups", "2000"]
+    command = ["-m", "benchmarks.queue", "--only", part, "--rounds", "1"]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=Path(__file__).parents[2],

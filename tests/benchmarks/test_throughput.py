@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_grpo.config.load import load_config
 from benchmarks import startup
 from benchmarks.learner import __main__ as learner
 from benchmarks.learner.arm import Batch, Work, padding_of
@@ -19,7 +18,6 @@ from benchmarks.startup import BEFORE, FIRST
 from benchmarks.tails import MODELS, TailModel
 from benchmarks.throughput import __main__ as throughput
 from benchmarks.throughput.__main__ import Table, net_tokens_per_s
-from benchmarks.throughput.ideal import ideal_speed_up, simulated_idle
 from benchmarks.throughput.run import summed
 
 CONFIG = "benchmarks/tails.yaml"
@@ -152,7 +150,7 @@ def test_overlap_is_measured_against_the_slower_bare_part_of_its_round() -> None
             ("system 1", 900 * scale),
         )
     ]
-    table = Table(rows, load_config(CONFIG, []), 2)
+    table = Table(rows, 2)
     assert table._efficiency("system 1", net=False) == pytest.approx([0.9, 0.9])
     assert table._efficiency("system 1", net=True) == pytest.approx([1.0, 1.0]), (
         "the others took 0.2 CPUs, 0.1 of each core"
@@ -163,28 +161,6 @@ def test_overlap_is_measured_against_the_slower_bare_part_of_its_round() -> None
     ]
     assert "0.900 (0.900 to 0.900)" in line
     assert [line.endswith("| met |") for line in table.aims()[-2:]] == [True, True]
-
-
-def test_ideal_overlap_hides_the_shorter_phase() -> None:
-    assert ideal_speed_up(100.0, 100.0) == pytest.approx(2.0)
-    assert ideal_speed_up(300.0, 100.0) == pytest.approx(4 / 3)
-
-
-@pytest.mark.timeout(60)
-def test_the_simulated_learner_waits_for_long_answers_unless_it_may_lag() -> None:
-    config, lengths = load_config(CONFIG, []), [[10] * 7 + [250], [60] * 8, [20] * 8] * 20
-
-    def idle(staleness: int, learner_s: float) -> float:
-        return simulated_idle(
-            config,
-            lengths,
-            tokens_per_s=2_000.0,
-            learner_s=learner_s,
-            publish_s=0.1,
-            staleness=staleness,
-        )
-
-    assert idle(0, 4.0) > 0.25 > idle(2, 4.0) + 0.1 and idle(4, 40.0) < 0.02
 
 
 def test_the_padding_that_is_reported_is_that_of_the_packs() -> None:

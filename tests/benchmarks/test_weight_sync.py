@@ -10,7 +10,6 @@ import torch
 from benchmarks.weight_sync.engine import Pair
 from benchmarks.weight_sync.learner import RankResult, Round
 from benchmarks.weight_sync.models import SIZES, PlainWeights
-from benchmarks.weight_sync.run import run_result
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -42,20 +41,3 @@ def test_a_copy_that_takes_twice_the_time_has_half_the_speed() -> None:
         10**9, [Round(copy=0.5, memcpy=0.25, checksums=0.0, stage=0.0, verified=0.0)], 0.0, 0.0
     )
     assert (found.of_memcpy, found.copies_gb_per_s, found.memcpy_gb_per_s) == ([0.5], [2.0], [4.0])
-
-
-def test_a_run_is_summed_up_without_its_first_step() -> None:
-    def line(publish: float) -> dict[str, float]:
-        return {
-            "time/step": 0.4,
-            "time/publish": publish,
-            "time/train": 0.2,
-            "weights/engine_paused_s": 0.1,
-            "weights/until_live_s": 0.2,
-        }
-
-    found = run_result([line(9.0), {"eval/accuracy_greedy": 0.5}, line(0.01), line(0.03)])
-    assert (found.steps, found.publish_s) == (2, pytest.approx(0.02))
-    assert found.lost == pytest.approx(0.05) and found.lost_at_rate == pytest.approx(0.04)
-    with pytest.raises(RuntimeError, match="at least two"):
-        run_result([line(9.0)])
