@@ -3,7 +3,7 @@
 Real runs of the long-tail workload (`benchmarks/tails.yaml`, 14M) and of the quickstart, with
 bounds from 0 to 4, two engines, and a slow verifier. Each workload is measured once, by the median
 run with `max_staleness: 1` and one engine; the others are predicted from that measurement, by the
-rehearsal and by the simulator, and compared with what came: medians of `--runs` runs each. With a
+rehearsal, and compared with what came: medians of `--runs` runs each. With a
 bound of 4 there is a case without `replay.outstanding: auto` too, to see what it saves and costs.
 Runs take turns, so that a slow hour of the machine meets all of them. Give it a machine of its own.
 With `--rows` it can be stopped and started again.
@@ -22,7 +22,7 @@ from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.tools.predict.advice import predict
-from async_grpo.tools.predict.plan import simulated_figures, workload
+from async_grpo.tools.predict.plan import workload
 from benchmarks.harness import aim, append, machine, read_rows, write_docs
 from benchmarks.tails import MODELS
 from benchmarks.throughput.run import measured
@@ -96,33 +96,32 @@ def run(case: Case, directory: Path, *, model: str) -> dict[str, Any]:
 
 
 def compare(case: Case, found: dict[str, float], source: Path, *, model: str) -> dict[str, Any]:
-    """Predict a case from a measurement, both ways."""
+    """Predict a case from a measurement."""
     settings = [*case.settings, f"run.total_steps={case.steps}"]
     if case.config.startswith("benchmarks"):
         settings.append(f"model.path={model}")
     work, _ = workload(load_config(case.config, settings), source, actors=None)
     if case.verify_s is not None:
         work = replace(work, verify_s=case.verify_s)
-    planned, simulated = predict(work), simulated_figures(work)
+    planned = predict(work)
     return {
         "case": case.name,
         "fitted": case.fitted,
         "found": found,
         "planned": {name: getattr(planned, name) for name in found},
-        "simulated": {name: simulated[name] for name in found},
     }
 
 
 def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
     """Lines for a person."""
     lines = [
-        f"{machine()}. Medians of {runs} runs; measured / planned / simulated.",
+        f"{machine()}. Medians of {runs} runs; measured / planned.",
         "",
         "| configuration | tokens/s | learner idle | mean lag |",
         "|---|---|---|---|",
     ]
     for row in rows:
-        both = [row[name] for name in ("found", "planned", "simulated")]
+        both = [row[name] for name in ("found", "planned")]
         mark = " (measured for the others)" if row["fitted"] else ""
         cells = " | ".join(
             " / ".join(f"{one[name]:{digits}}" for one in both)
@@ -130,24 +129,23 @@ def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
         )
         lines.append(f"| {row['case']}{mark} | {cells} |")
     lines += ["", "| aim | figure | |", "|---|---|---|"]
-    for way in ("planned", "simulated"):
-        far = [
-            (
-                abs(row[way]["tokens_per_s"] / row["found"]["tokens_per_s"] - 1),
-                abs(row[way]["lag_mean"] - row["found"]["lag_mean"])
-                / max(row["found"]["lag_mean"], 0.1),
-                abs(row[way]["idle"] - row["found"]["idle"]),
-            )
-            for row in rows
-        ]
-        throughput, lag, idle = (max(values) for values in zip(*far, strict=True))
-        lines.append(
-            aim(
-                f"{way}: throughput and lag within 10 %, idle within 5 points",
-                f"at worst {throughput:.0%}, {lag:.0%} and {100 * idle:.0f} points",
-                met=max(throughput, lag) <= CLOSE and idle <= POINTS,
-            )
+    far = [
+        (
+            abs(row["planned"]["tokens_per_s"] / row["found"]["tokens_per_s"] - 1),
+            abs(row["planned"]["lag_mean"] - row["found"]["lag_mean"])
+            / max(row["found"]["lag_mean"], 0.1),
+            abs(row["planned"]["idle"] - row["found"]["idle"]),
         )
+        for row in rows
+    ]
+    throughput, lag, idle = (max(values) for values in zip(*far, strict=True))
+    lines.append(
+        aim(
+            "planned: throughput and lag within 10 %, idle within 5 points",
+            f"at worst {throughput:.0%}, {lag:.0%} and {100 * idle:.0f} points",
+            met=max(throughput, lag) <= CLOSE and idle <= POINTS,
+        )
+    )
     found = {row["case"]: row["found"] for row in rows}
     if {AUTO, FIXED} <= found.keys():
         lines += [saved(found[AUTO], found[FIXED])]

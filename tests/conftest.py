@@ -44,7 +44,7 @@ SYSTEM = (
     "tests/real/",
     "tests/replay/test_queue_kills.py",
     "tests/system/",
-    "tests/tools/predict/simulation/test_queue.py",
+    "tests/replay/test_schedules.py",
     "tests/learner/test_sharded_memory.py",
     "tests/rollout/test_bfloat16_check.py",
     "tests/agents/endpoint/test_publications.py",

@@ -49,9 +49,6 @@ CIRCLES = {
         "a callback is given the trainer that calls it"
     ),
     "contrib.warm_start.cache contrib.warm_start.model": "the child imports the model, late",
-    "tools.predict.simulation.producers tools.predict.simulation.simulator": (
-        "the simulator's type in the signature of its producers"
-    ),
 }
 """Modules that import each other, with the reason; none over packages."""
 
@@ -113,7 +110,6 @@ LIBRARIES = {
     "tools.check.known_models": "transformers",
     "run.preflight.architecture": "torch transformers",
     "run.preflight.engine_trial": "torch transformers numpy",
-    "tools.predict.simulation": "msgpack numpy",
     "run.planning": "torch",
     "cluster": "ray numpy",
     "cluster.samples": "ray numpy tokenizers",

@@ -1,7 +1,7 @@
 """Who is the bottleneck of a run, and what to change: one sentence per interval, from rates that
 were measured.
 
-Runs in: the driver, and simulations. Hides the model. With R groups per learner step, K =
+Runs in: the driver. Hides the model. With R groups per learner step, K =
 max_staleness, X trained groups per second, and Little's law (what is there at a time = rate x time
 in the system) where it says so:
 

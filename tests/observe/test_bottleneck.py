@@ -19,8 +19,8 @@ from async_grpo.observe.bottleneck import (
 )
 from async_grpo.tools.predict.advice import predict
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.simulation.scenario import Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
+from tests.support.simulation.scenario import Scenario
+from tests.support.simulation.simulator import simulate
 
 SKIPPED = 8
 """Steps at each end: the queue fills, and the last groups of a run have nobody to overtake them."""

@@ -10,9 +10,9 @@ import pytest
 from async_grpo.replay.outstanding import WINDOW, OutstandingLimit
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.simulation.scenario import Result, Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
 from tests.support.queues import queue_settings
+from tests.support.simulation.scenario import Result, Scenario
+from tests.support.simulation.simulator import simulate
 
 SIZE = 8
 SEEDS = range(1)

@@ -18,8 +18,6 @@ def arguments(parser: Parser) -> None:
     parser.config()
     source = "a run of the same model and task, of 30 steps or more; else the newest beside run.dir"
     parser.add_argument("--from", dest="source", metavar=RUN, type=Path, help=source)
-    simulated = "simulate the run with the real queue too"
-    parser.add_argument("--simulate", action="store_true", help=simulated)
     actors = "rollout actors, instead of the run's own"
     parser.add_argument("--actors", metavar="N", type=_positive, help=actors)
     seconds = "seconds that a verifier takes for a response, instead of the measured ones"
@@ -35,18 +33,17 @@ def run(options: argparse.Namespace) -> int:
     from async_grpo.config.load import load_config, resolve
     from async_grpo.tools.predict.advice import predict
     from async_grpo.tools.predict.forms import limits
-    from async_grpo.tools.predict.plan import show, simulated_figures, workload
+    from async_grpo.tools.predict.plan import show, workload
 
     config = resolve(load_config(options.config, options.settings))
     work, path = workload(config, options.source, actors=options.actors)
     if options.verify_s is not None:
         work = replace(work, verify_s=options.verify_s)
-    found = simulated_figures(work) if options.simulate else None
     if options.json:
-        record = {"predicted": asdict(predict(work)), "limits": limits(work), "simulated": found}
+        record = {"predicted": asdict(predict(work)), "limits": limits(work)}
         print(json.dumps(record | {"measured_in": str(path)}))
         return 0
-    show(work, path, found)
+    show(work, path)
     return 0
 
 

@@ -1,9 +1,9 @@
 """An engine in invented time, whose responses share its speed.
 
-Runs in: simulations. Hides when responses end. An engine has a speed that depends on how many
-responses run, and each of them gets an equal share: what few long ones left over have the engine to
-themselves, and go faster. So an engine has a progress v, the tokens that a response has that runs
-since the beginning, and
+Runs in: the driver, and the planner's command. Hides when responses end. An engine has a speed that
+depends on how many responses run, and each of them gets an equal share: what few long ones left
+over have the engine to themselves, and go faster. So an engine has a progress v, the tokens that a
+response has that runs since the beginning, and
 
     begins at v_0 with L tokens  ->  ends when v = v_0 + L
     v grows by `Speed.each(n)` tokens per second while n responses run, and not at all while prompts

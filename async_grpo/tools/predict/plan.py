@@ -16,13 +16,9 @@ from async_grpo.tools.predict.advice import least_outstanding, one_change, predi
 from async_grpo.tools.predict.forecast import NAME, describe, measured_beside
 from async_grpo.tools.predict.forms import limits
 from async_grpo.tools.predict.rehearsal import Prediction
-from async_grpo.tools.predict.simulation.scenario import Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
 from async_grpo.tools.predict.workload import Measured, Workload
 
-SIMULATED_GROUPS = 2_000
-"""About so many, in at least `LEAST_STEPS` learner steps."""
-LEAST_STEPS, SKIPPED = 24, 6
+LEAST_STEPS = 24
 
 
 def workload(config: Config, source: Path | None, *, actors: int | None) -> tuple[Workload, Path]:
@@ -55,28 +51,11 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
     return joined, path.parent
 
 
-def simulated_figures(work: Workload) -> dict[str, float]:
-    """Follow the run with the real queue: `Result.figures`, and tokens per second."""
-    steps = max(LEAST_STEPS, SIMULATED_GROUPS // work.batch) + 2 * work.max_staleness
-    result = simulate(Scenario.of(work, steps=steps), checked=False)
-    figures = result.figures(skip=SKIPPED + work.max_staleness)
-    return figures | {"tokens_per_s": figures["groups_per_s"] * work.group_tokens}
-
-
-def show(work: Workload, path: Path, simulated: dict[str, float] | None) -> None:
+def show(work: Workload, path: Path) -> None:
     """Print a plan."""
     now, console = predict(work), Console()
     outstanding = "auto" if work.outstanding is None else str(work.outstanding)
     rows = [("measured in", str(path)), ("expected", describe(now))]
-    if simulated is not None:
-        rows.append(
-            (
-                "simulated",
-                f"{simulated['tokens_per_s']:,.0f} response tokens/s, learner idle "
-                f"{simulated['idle']:.0%}, lag {simulated['lag_mean']:.1f} a token on average and "
-                f"{simulated['lag_max']:.0f} at most, {simulated['masked']:.0%} too old",
-            )
-        )
     rows += [
         ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} places taken"),
         (

@@ -5,8 +5,8 @@ Runs in: the driver, and the planner's command. Hides which number comes from th
 which from a measurement:
 
     Config  --settings--+
-                        +--> Workload --> rehearsal (what a run will be), simulation (the same with
-    Measured (a run) ---+                 the real queue)
+                        +--> Workload --> rehearsal (what a run will be)
+    Measured (a run) ---+
 
 Invariants: a measurement knows nothing of bounds and limits, so that it holds for other settings of
 the same model, task and machine; what depends on the size of a learner step is scaled by tokens.

@@ -139,16 +139,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plain["now"]["measured_in"] == str(tmp_path / "a")
 
 
-def test_the_command_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran(tmp_path / "a")
-    command = ["configs/quickstart.yaml", *SETTINGS, "rollout.rollout_batch_size=64"]
-    assert predict([*command, "--from", str(tmp_path / "a"), "--simulate", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["simulated"]["groups_per_s"] == pytest.approx(
-        found["predicted"]["groups_per_s"], rel=0.1
-    )
-
-
 @pytest.mark.parametrize(
     ("written", "said"),
     [

@@ -12,10 +12,10 @@ from async_grpo.tools.predict.advice import least_outstanding, one_change, predi
 from async_grpo.tools.predict.engine import Speed
 from async_grpo.tools.predict.forms import limits
 from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
-from async_grpo.tools.predict.simulation.scenario import Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
 from async_grpo.tools.predict.workload import mean
 from tests.support.plan_case import BASE
+from tests.support.simulation.scenario import Scenario
+from tests.support.simulation.simulator import simulate
 
 
 def test_one_after_the_other() -> None:

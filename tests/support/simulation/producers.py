@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, cast
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.tools.predict.engine import Response, SharedEngine
-from async_grpo.tools.predict.simulation.scenario import Job, Rollout
 from async_grpo.tools.predict.workload import crowding
 from async_grpo.wire.groups import GroupTicket
+from tests.support.simulation.scenario import Job, Rollout
 
 if TYPE_CHECKING:
-    from async_grpo.tools.predict.simulation.simulator import Simulation
+    from tests.support.simulation.simulator import Simulation
 
 HEARTBEAT_S = 0.5
 """Between two reports of an actor, where nothing is `checked`."""

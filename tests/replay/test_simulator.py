@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.simulation.scenario import Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
+from tests.support.simulation.scenario import Scenario
+from tests.support.simulation.simulator import simulate
 
 BASE = Scenario(
     max_staleness=2,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from async_grpo.tools.predict.simulation.scenario import STATES, Job, Scenario
 from async_grpo.wire.groups import Batch, GroupTicket
+from tests.support.simulation.scenario import STATES, Job, Scenario
 
 
 @dataclass(frozen=True, slots=True)

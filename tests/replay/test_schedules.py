@@ -20,8 +20,8 @@ from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.order import Oldest
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.simulation.scenario import Scenario
-from async_grpo.tools.predict.simulation.simulator import simulate
+from tests.support.simulation.scenario import Scenario
+from tests.support.simulation.simulator import simulate
 
 MODES = [
     ("oldest", "wait"),

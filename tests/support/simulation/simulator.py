@@ -27,11 +27,11 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.run.planning import durations
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
-from async_grpo.tools.predict.simulation.producers import Producers
-from async_grpo.tools.predict.simulation.scenario import OPEN_STATES, STATES, Result, Scenario, Step
-from async_grpo.tools.predict.simulation.witness import Witness
 from async_grpo.wire.codec import unpack_frames
 from async_grpo.wire.groups import Batch
+from tests.support.simulation.producers import Producers
+from tests.support.simulation.scenario import OPEN_STATES, STATES, Result, Scenario, Step
+from tests.support.simulation.witness import Witness
 
 MAX_EVENTS = 300_000
 A_GROUP = 1_000
