@@ -58,7 +58,8 @@ from async_grpo.run.recovery import LearnerSupervisor
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
-from async_grpo.weights.coordinator import ATTEMPTS, Coordinator
+from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.deliveries import ATTEMPTS
 from async_grpo.weights.transport import fallback_directory, resolve_backend
 
 POLL_S = 0.1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import SetupError, Stalled, TransferMismatch
-from async_grpo.weights import coordinator, fan_out
+from async_grpo.weights import deliveries, fan_out
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, TornTransfer
 from tests.support.publishing import FakeEngine, Fixture, config, torn, until
@@ -154,7 +154,7 @@ def test_a_publication_that_takes_long_says_for_whom_it_waits(monkeypatch) -> No
         assert first == "publication v0.1 waits for a1 on h, 0 s", "a0 has answered"
         assert 1 <= len(more) <= 3, "it says so whenever the wait has doubled"
 
-    monkeypatch.setattr(coordinator, "LATE_S", 0.05)
+    monkeypatch.setattr(deliveries, "LATE_S", 0.05)
     asyncio.run(scenario())
 
 

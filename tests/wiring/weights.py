@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.weights import coordinator as coordinator_module
+from async_grpo.weights import deliveries
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import (
     Announcement,
@@ -95,7 +95,7 @@ def published(config: Config) -> list[Any]:
 
 async def _published(config: Config) -> list[Any]:
     parts, live, graces = Parts(), [], []
-    call_all = coordinator_module.call_all
+    call_all = deliveries.call_all
 
     async def call(*arguments: Any, grace_s: float | None, **options: Any) -> Any:
         graces.append(grace_s)
@@ -104,7 +104,7 @@ async def _published(config: Config) -> list[Any]:
     async def note_live(version: int, digest: str) -> None:
         live.append(version)
 
-    with recorded_waits() as waits, mock.patch.object(coordinator_module, "call_all", call):
+    with recorded_waits() as waits, mock.patch.object(deliveries, "call_all", call):
         coordinator = Coordinator(
             config,
             learner=parts,
