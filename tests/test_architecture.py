@@ -87,7 +87,7 @@ LIBRARIES = {
     "rollout.tool_calls": "vllm",  # its parsers
     "rollout.chat_format": "renderers",
     "rollout.early_process": "setproctitle",  # which vLLM brings
-    "rollout.actor": "numpy transformers",  # the tokenizer
+    "rollout.host": "numpy transformers",  # the tokenizer
     "agents.endpoint.server": "uvicorn starlette",
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
@@ -415,7 +415,7 @@ def test_package_files_are_empty() -> None:
         ),
         (
             "learner.x",
-            "from async_grpo.rollout.actor import RolloutActor",
+            "from async_grpo.rollout.producer import GroupProducer",
             "learner.x (layer 5) imports rollout (layer 5)",
         ),
         (

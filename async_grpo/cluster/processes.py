@@ -26,7 +26,7 @@ from async_grpo.cluster.deaths import death_as
 from async_grpo.cluster.queue import CALL_TIMEOUT_S, ActorQueue, queue_died
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
@@ -41,11 +41,11 @@ TRANSFER = "transfer"
 SAVING = "saving"
 
 
-class RolloutProcess(RolloutActor):
+class RolloutProcess(GroupProducer):
     """A rollout actor whose queue is a Ray actor."""
 
     def __init__(self, config: Config, *, actor_id: str, queue: Any, **place: Any) -> None:
-        """queue: the Ray actor. place: see `RolloutActor`."""
+        """queue: the Ray actor. place: see `GroupProducer`."""
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)

@@ -214,7 +214,7 @@ class ActorManager:
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float = FOREACH_TIMEOUT_S
     ) -> dict[str, Any]:
         """Call function(actor, *arguments) in the process of every healthy actor, at once; actor is
-        its `RolloutActor`, on whose event loop a coroutine function runs, another one in a thread.
+        its `GroupProducer`, on whose event loop a coroutine function runs, another one in a thread.
         Results by id; for one that raised, died or did not answer the error.
         """
 

@@ -4,7 +4,7 @@ Runs in: rollout actors, which make reports; the replay queue's process, which k
 of every actor and journals the tokens; the driver, which logs the numbers. No other way leads from
 an actor to a metric:
 
-    RolloutActor --acquire(report)--> queue: ActorReports --QueueMetrics--> driver: ActorReports
+    rollout actor --acquire(report)--> queue: ActorReports --QueueMetrics--> driver: ActorReports
                  --final_report, once the queue is closed--> driver --tell--> queue
 
 Hides that a slot may have had several processes: the time between the last report of one and the

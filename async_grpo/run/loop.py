@@ -5,7 +5,7 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
        tickets (group_id, attempt, policy_version)
      +------------------------------------------+
      v                                          |
-    RolloutActor x N -- groups (msgpack) --> ReplayQueue -- metadata --> loop: plan, row mathematics
+    rollout actors ---- groups (msgpack) --> ReplayQueue -- metadata --> loop: plan, row mathematics
      vLLM engine, verifier children             | owns admission, order    |
      ^                                          |                          v  begin / update / end
      |                                          +---- payload --> Learner rank x M (DeepSpeed):
@@ -15,7 +15,7 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
 One learner step: take(step) -> plan -> begin -> row values -> assign
                   -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
 
-RolloutActor   consumes tickets; waits for a ticket, that is for `live(version)` and for room below
+rollout actor  consumes tickets; waits for a ticket, that is for `live(version)` and for room below
                `max_outstanding`; unblocked by publish and by batches that leave the queue
 ReplayQueue    consumes groups; waits for nothing: it answers, or says that it has no batch yet
 loop           consumes metadata; waits for a batch, the ranks, and the publication before this one;

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -98,7 +98,7 @@ class DeliveringLearner(CheckedLearner, Protocol):
         """Push staged weights where the transport pushes; why the transfer is torn, or ""."""
 
 
-class Delivery(ABC, Generic[Engine]):
+class WeightDelivery(ABC, Generic[Engine]):
     """Brings announced weights to the engines of a set, and knows which of them serve."""
 
     joins_at_once = True
@@ -258,6 +258,10 @@ class Delivery(ABC, Generic[Engine]):
         await self._drop(outcome.lost)
         return outcome
 
+    def _serve_only(self, names: Iterable[str]) -> None:
+        """Let these engines serve, as far as they are in the set, and no other."""
+        self._connected = set(names) & {engine.actor_id for engine in self._engines.alive()}
+
     async def _drop(self, lost: Mapping[str, BaseException]) -> None:
         for actor_id, error in lost.items():
             self._connected.discard(actor_id)
@@ -312,18 +316,16 @@ class Delivery(ABC, Generic[Engine]):
         return outcome
 
 
-class PullDelivery(Delivery[Engine]):
+class PullDelivery(WeightDelivery[Engine]):
     """Engines fetch the weights, each when it wants."""
 
     async def connect(self, *, strict: bool = False) -> None:
-        """See `Delivery.connect`."""
-        engines, self._connected = list(self._engines.alive()), set()
-        if engines:
-            outcome = await self._rendezvous(engines, strict=strict)
-            self._connected = set(outcome.done)
+        """See `WeightDelivery.connect`."""
+        engines = self._engines.alive()
+        self._serve_only((await self._rendezvous(engines, strict=strict)).done if engines else ())
 
     async def join(self, engine: Engine, admit: Callable[[], None]) -> None:
-        """See `Delivery.join`: at once."""
+        """See `WeightDelivery.join`: at once."""
         async with self.joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
             seconds = self._settings.deadlines.rendezvous_s
@@ -354,7 +356,7 @@ class PullDelivery(Delivery[Engine]):
         return []
 
 
-class PushDelivery(Delivery[Engine]):
+class PushDelivery(WeightDelivery[Engine]):
     """Learner and engines form a group, and all of it receives the weights at the same time."""
 
     joins_at_once, together = False, True
@@ -365,21 +367,21 @@ class PushDelivery(Delivery[Engine]):
         """Engines of the group, also those that are away."""
 
     async def connect(self, *, strict: bool = False) -> None:
-        """See `Delivery.connect`."""
+        """See `WeightDelivery.connect`."""
         await self._form(self._engines.all(), strict=strict)
 
     async def join(self, engine: Engine, admit: Callable[[], None]) -> None:
-        """See `Delivery.join`: the newcomer serves from the next boundary on."""
+        """See `WeightDelivery.join`: the newcomer serves from the next boundary on."""
         admit()
 
     async def begin(self, announcement: Announcement) -> None:
-        """See `Delivery.begin`."""
+        """See `WeightDelivery.begin`."""
         if self._group:
             await self._learner.send(announcement)
 
     async def regroup(self) -> None:
-        """See `Delivery.regroup`: check newcomers, each in an own group, and form the group of all
-        engines that are alive.
+        """Check newcomers, each in an own group, and form the group of all engines that are alive
+        (see `WeightDelivery.regroup`).
         """
         if self._members() == self._group:
             return
@@ -396,12 +398,12 @@ class PushDelivery(Delivery[Engine]):
         await self.connect()
 
     def waits(self, *, long: bool) -> bool:
-        """See `Delivery.waits`."""
+        """See `WeightDelivery.waits`."""
         here = {engine.actor_id for engine in self._engines.alive()}
         return bool(self._members() - self._group or (long and here - self._connected))
 
     def back(self, engine: Engine, label: str) -> None:
-        """See `Delivery.back`."""
+        """See `WeightDelivery.back`."""
         if self.newest and engine.actor_id in self._group and label == self.newest.label:
             self._connected.add(engine.actor_id)
 
@@ -423,8 +425,7 @@ class PushDelivery(Delivery[Engine]):
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not engines:
                 self._group = set(outcome.done)
-                self._connected = set()
-                self._note_done(outcome)
+                self._serve_only(outcome.done)
                 return
             self.times.repeated += 1
             reasons = outcome.reasons()
@@ -433,7 +434,8 @@ class PushDelivery(Delivery[Engine]):
             raise Stalled(
                 f"learner and engines could not form a group in {ATTEMPTS} attempts: {reasons}"
             )
-        self._connected, self._group = set(), set()
+        self._group = set()
+        self._serve_only(())
 
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.all()}
@@ -442,8 +444,7 @@ class PushDelivery(Delivery[Engine]):
         return [engine for engine in self._engines.all() if engine.actor_id in self._group]
 
     def _note_done(self, outcome: DeliveryOutcome) -> None:
-        here = {engine.actor_id for engine in self._engines.alive()}
-        self._connected |= outcome.done.keys() & here
+        self._serve_only(self._connected | outcome.done.keys())
 
     async def _call(self, engine: EngineHandle, announcement: Announcement) -> Receipt:
         if self._engines.away(engine):
@@ -464,6 +465,6 @@ class PushDelivery(Delivery[Engine]):
         return engines
 
 
-def delivery_for(backend: str) -> type[Delivery]:
+def delivery_for(backend: str) -> type[WeightDelivery]:
     """Find the delivery of a transport by its name in `weight_sync.backend`."""
     return PushDelivery if TRANSPORTS[backend].pushes else PullDelivery

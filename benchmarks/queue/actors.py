@@ -24,7 +24,7 @@ import ray
 
 from async_grpo.cluster.queue import BATCH_PATIENCE_S, BATCH_POLL_S, ActorQueue
 from async_grpo.replay.queue import Verdict
-from async_grpo.rollout.actor import POLL_S
+from async_grpo.rollout.producer import POLL_S
 from async_grpo.wire.codec import Buffer, encode_group, pack_frames, unpack_frames
 from async_grpo.wire.groups import Group, GroupTicket, Row, VersionSpan
 

@@ -24,7 +24,8 @@ import torch
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
-from async_grpo.rollout.actor import RolloutActor, _hash63
+from async_grpo.rollout.host import hash63
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire.codec import Buffer, GroupTicket, decode_group
 from benchmarks.tails import PROMPT_TOKENS, prompt_of
@@ -160,7 +161,7 @@ async def _measured(model: str, load: Load, turns: int) -> RolloutResult:
         }
     )
     core = min(os.sched_getaffinity(0))
-    actor = RolloutActor(
+    actor = GroupProducer(
         config,
         actor_id="benchmark",
         queue=Tickets(0, 0),
@@ -198,7 +199,7 @@ Responses = dict[int, list[list[int]]]
 class Sides:
     """The two sides of a turn, on the engine of `actor`."""
 
-    def __init__(self, actor: RolloutActor, config: Config, load: Load) -> None:
+    def __init__(self, actor: GroupProducer, config: Config, load: Load) -> None:
         self._actor, self._config, self._load = actor, config, load
 
     async def turn(self, name: str, number: int) -> tuple[Side, Responses]:
@@ -245,7 +246,7 @@ class Sides:
                 n=self._load.group_size,
                 max_tokens=self._load.longest,
                 temperature=1.0,
-                seed=_hash63(self._config.seed, group_id) if self._load.seeded else None,
+                seed=hash63(self._config.seed, group_id) if self._load.seeded else None,
                 stop_token_ids=self._actor.parts.engine.stop_token_ids,
                 logprobs=0,
                 flat_logprobs=True,

@@ -17,8 +17,8 @@ from multiprocessing import get_context
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.actor import _hash63
 from async_grpo.rollout.engine import Engine, stop_tokens
+from async_grpo.rollout.host import hash63
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from benchmarks.throughput.run import TIMEOUT_S, Row
@@ -66,7 +66,7 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
                 n=rollout.group_size,
                 max_tokens=rollout.response_length,
                 temperature=rollout.temperature,
-                seed=_hash63(config.seed, group_id) if config.seeded else None,
+                seed=hash63(config.seed, group_id) if config.seeded else None,
                 stop_token_ids=ends,
                 logprobs=0,
                 flat_logprobs=True,

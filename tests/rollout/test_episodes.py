@@ -18,12 +18,12 @@ import pytest
 from async_grpo.config import schema
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.rollout.actor import Parts as LoadedParts
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator
+from async_grpo.rollout.host import Parts as LoadedParts
 from async_grpo.rollout.partial import FILE, PartialFile, Turn, encode, write_file
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import GroupTicket, decode_group
 from tests.support.environments import TaskOfTold
@@ -278,8 +278,8 @@ def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> Non
 # ---- in an actor ----
 
 
-def actor_of(engine: Saying, config: Config, queue: Parts, player: EpisodePlayer) -> RolloutActor:
-    actor = RolloutActor(config, actor_id="a", queue=queue, model_dir="m", device="cpu", cores=())
+def actor_of(engine: Saying, config: Config, queue: Parts, player: EpisodePlayer) -> GroupProducer:
+    actor = GroupProducer(config, actor_id="a", queue=queue, model_dir="m", device="cpu", cores=())
     actor._parts = LoadedParts(
         engine=engine,
         tokenizer=Letters(),
@@ -304,11 +304,11 @@ class Frames(Parts):
         return await super().put(actor_id, frames)
 
 
-def produce(engine: Saying, config: Config) -> tuple[Frames, RolloutActor]:
+def produce(engine: Saying, config: Config) -> tuple[Frames, GroupProducer]:
     queue = Frames()
     engine.sampled, engine.speeds = Counter(), {}
 
-    async def main() -> RolloutActor:
+    async def main() -> GroupProducer:
         async with asyncio.timeout(60), player_of(engine, config) as (player, *_):
             actor = actor_of(engine, config, queue, player)
             actor._player = None

@@ -11,9 +11,9 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
-from async_grpo.rollout.actor import Parts as LoadedParts
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.host import Parts as LoadedParts
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Buffer, GroupMeta, GroupTicket, decode_meta
@@ -145,7 +145,7 @@ def actor_of(
     group_timeout_s: float | None = None,
     adv_estimator: str = "grpo",
     seeded: bool = False,
-) -> RolloutActor:
+) -> GroupProducer:
     config = Config.model_validate(
         {
             "algorithm": {"adv_estimator": adv_estimator},
@@ -162,7 +162,7 @@ def actor_of(
             },
         }
     )
-    actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
+    actor = GroupProducer(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
     actor._parts = LoadedParts(
         engine=parts, tokenizer=Tokenizer(), task=Task(), verifiers=parts, evaluator=None
     )

@@ -18,7 +18,7 @@ from async_grpo.cluster import learner_group, processes
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.journal import Segment, segments
-from async_grpo.rollout.actor import _GroupWork
+from async_grpo.rollout.producer import _GroupWork
 from async_grpo.run.planning import RowMath
 from async_grpo.run.system import System
 from async_grpo.run.trainer import Trainer

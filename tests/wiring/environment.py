@@ -17,10 +17,10 @@ from async_grpo.environments import pool as pool_module
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import with_tools
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import GroupTicket
@@ -156,7 +156,7 @@ def written(config: Config) -> Any:
 
 def begun(config: Config) -> list[int]:
     """How many groups an actor asks for that has some episodes open already."""
-    actor = RolloutActor(config, actor_id="a", queue=None, model_dir="m", device="cpu", cores=())
+    actor = GroupProducer(config, actor_id="a", queue=None, model_dir="m", device="cpu", cores=())
     player = SimpleNamespace(open_episodes=11)
     actor._parts = SimpleNamespace(engine=Engine(long=False), player=player)
     rooms = []

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
-from async_grpo.rollout import actor as actor_module
-from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout import host
 from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement
@@ -114,11 +114,11 @@ async def _acted(config: Config) -> list[Any]:
             (AutoTokenizer, "from_pretrained", tokenizer),
             (Engine, "start", start),
             (Engine, "begin", lambda *arguments, **options: None),
-            (actor_module, "VerifierPool", pool),
+            (host, "VerifierPool", pool),
         ):
             stack.enter_context(mock.patch.object(target, name, fake))
         waits = stack.enter_context(recorded_waits())
-        actor = RolloutActor(
+        actor = GroupProducer(
             config, actor_id="a", queue=parts, model_dir=tiny_model(), device="cpu", cores=()
         )
         await actor.start(backend="shared_memory", label=LABEL)

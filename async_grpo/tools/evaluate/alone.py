@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 from async_grpo.config.command_line import RUNS
 from async_grpo.config.load import load_config
@@ -23,9 +22,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import STATUS, newest_run
-from async_grpo.replay.rules import Verdict
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.host import EngineHost
 from async_grpo.run.checkpoint import directory
 from async_grpo.run.preflight.model import known_model, positions
 from async_grpo.tasks.registry import HELD_OUT, create_task
@@ -115,9 +113,7 @@ def settings(
 
 
 @asynccontextmanager
-async def actor_alone(
-    config: Config, console: Console, *, name: str
-) -> AsyncIterator[RolloutActor]:
+async def actor_alone(config: Config, console: Console, *, name: str) -> AsyncIterator[EngineHost]:
     """Have a rollout actor inside, on this machine. Raises SetupError, and FaultBudgetSpent where
     engine or verifiers end.
     """
@@ -130,20 +126,13 @@ async def actor_alone(
         )
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
-    actor = RolloutActor(
-        config,
-        actor_id=name,
-        queue=_NoQueue(),
-        model_dir=str(config.model.path),
-        device=device,
-        cores=(),
+    actor = EngineHost(
+        config, actor_id=name, model_dir=str(config.model.path), device=device, cores=()
     )
     try:
         with console.phase("starting the engine"):
             await actor.start(
-                backend=resolve_backend(config, device=device, colocated=False),
-                label=LABEL,
-                only_evaluates=True,
+                backend=resolve_backend(config, device=device, colocated=False), label=LABEL
             )
         try:
             yield actor
@@ -162,16 +151,3 @@ def _model_of(file: Path, overrides: Sequence[str]) -> str:
     if made is None:
         raise SetupError(f"the model of {file} is made by its first run: run it before")
     return made
-
-
-class _NoQueue:
-    """Stands for the queue of an actor that takes no tickets."""
-
-    async def acquire(self, *_: Any) -> None:
-        raise AssertionError("an actor alone takes no tickets")
-
-    async def put(self, *_: Any) -> list[Verdict]:
-        raise AssertionError("an actor alone makes no groups")
-
-    async def fail(self, *_: Any) -> None:
-        raise AssertionError("an actor alone has no tickets to give back")

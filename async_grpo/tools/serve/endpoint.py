@@ -26,8 +26,8 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import HasPlayers, Observation
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.host import EngineHost
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import create_task
@@ -59,7 +59,7 @@ async def _served(config: Config, console: Console, *, episodes: int, file: Text
 
 
 async def _problems(
-    config: Config, console: Console, actor: RolloutActor, episodes: int
+    config: Config, console: Console, actor: EngineHost, episodes: int
 ) -> AsyncIterator[Shown]:
     """Play held-out problems, all at the same time; each when it has ended."""
     player = actor.parts.player
@@ -71,7 +71,7 @@ async def _problems(
 
 
 async def _by_hand(
-    config: Config, console: Console, actor: RolloutActor, episodes: int
+    config: Config, console: Console, actor: EngineHost, episodes: int
 ) -> AsyncIterator[Shown]:
     """Serve one episode after the other to whoever asks."""
     assert actor.parts.players is not None

@@ -169,7 +169,7 @@ class Producers:
         return self._queue_free_at - now
 
     def _room(self, actor: Actor) -> int:
-        """Count the groups to ask for; see `RolloutActor._room`."""
+        """Count the groups to ask for; see `GroupProducer._room`."""
         engine, responses = actor.engine, self.scenario.responses
         unfinished = len(engine.running) + len(engine.waiting)
         free = -(-(engine.places - unfinished) // responses)

@@ -16,8 +16,8 @@ from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.host import EngineHost
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.preflight.model import positions
 from async_grpo.tasks.verifier import VerifierError
@@ -170,7 +170,7 @@ def test_what_ends_an_evaluation_is_a_sentence_and_a_code(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(RolloutActor, "start", start)
+            patch.setattr(EngineHost, "start", start)
             code = verbs.evaluate([str(run_dir)])
         return code, capfd.readouterr().err
 

@@ -15,8 +15,8 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
-from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import CountedRequests, Engine, EngineError, Sampling
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import GroupTicket
@@ -245,7 +245,7 @@ def test_the_more_actors_there_are_the_more_rarely_each_reports() -> None:
 
     def interval(actors: int) -> float:
         place = {"queue": None, "model_dir": "m", "device": "cpu", "cores": ()}
-        return RolloutActor(config, actor_id="a", actors=actors, **place)._heartbeat_s
+        return GroupProducer(config, actor_id="a", actors=actors, **place)._heartbeat_s
 
     assert [interval(actors) for actors in (1, 125, 1_000)] == [0.5, 0.5, 4.0]
 

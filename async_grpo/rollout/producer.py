@@ -11,45 +11,34 @@ rollout of the group with role `baseline`.
 Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing
 that was completed can be lost with a message; a group that cannot be completed is failed by name
 with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends
-`run`. `start` reaches `Engine.begin` before torch, vLLM or transformers is imported.
+`run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from async_grpo.algo.accuracy import ProblemOutcome
-from async_grpo.config.schema import Config, TaskConfig
-from async_grpo.environments.base import HasEnvironment
+from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.environments.tools import with_tools
-from async_grpo.errors import SetupError, VerifierFailed
+from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
+from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
-from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
-from async_grpo.rollout.generation import Generated, generate
+from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
-from async_grpo.rollout.players import Player, PlayerParts, Players
+from async_grpo.rollout.players import Player
 from async_grpo.rollout.ticket_queue import TicketQueue
-from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
-from async_grpo.tasks.base import Problem, Prompt, Score, Task, task_weights
-from async_grpo.tasks.chat import prompt_ids
-from async_grpo.tasks.registry import create_task, load_task, problem_index
-from async_grpo.tasks.verifier import VerifierError, VerifierPool
-from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
+from async_grpo.tasks.base import Problem, Score, Task, task_weights
+from async_grpo.tasks.registry import load_task, problem_index
+from async_grpo.tasks.verifier import VerifierError
+from async_grpo.weights.transport import Announcement, Receipt
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
 from async_grpo.wire.groups import EPISODE_END
 
@@ -59,20 +48,6 @@ HEARTBEAT_S, HEARTBEATS_PER_S = 0.5, 250.0
 """Between two reports of an actor that asks for nothing, and the most of them that the queue's
 process gets from all actors together.
 """
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `RolloutActor.start` loads."""
-
-    engine: Engine
-    tokenizer: Any
-    task: Task
-    verifiers: VerifierPool
-    evaluator: EngineEvaluator
-    players: Players | None = None
-    player: Player | None = None
-    """Of a task with environments."""
 
 
 @dataclass(eq=False)
@@ -92,7 +67,7 @@ class _GroupWork:
         return self.ticket.group_id, self.ticket.attempt
 
 
-class RolloutActor:
+class GroupProducer(EngineHost):
     """Generates groups for the tickets it acquires, until the queue closes."""
 
     def __init__(
@@ -110,13 +85,10 @@ class RolloutActor:
         """Take the actor's settings. partials: file with partial responses, for tickets that
         continue them. actors: how many there are, about.
         """
-        self.actor_id = actor_id
+        super().__init__(config, actor_id=actor_id, model_dir=model_dir, device=device, cores=cores)
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
-        self._config, self._queue = config, queue
-        self._model_dir, self._device = model_dir, device
-        self._cores = set(cores)
+        self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
-        self._parts: Parts | None = None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
         self._groups: dict[tuple[int, int], _GroupWork] = {}
@@ -126,82 +98,16 @@ class RolloutActor:
         self._ended = asyncio.Event()
         self._draining = self._resting = False
         self._produced_at = 0.0
-        self._counts: Counter[str] = Counter()
-        self._paused_s = 0.0
-        self._time = EngineTime()
         self._verifier_errors: dict[str, str] = {}
         """The first error of every kind."""
         self._weights: dict[str, float] = {}
         """Of the reward components."""
 
-    @property
-    def parts(self) -> Parts:
-        """Engine, task and verifiers. Raises RuntimeError before `start` has returned."""
-        if self._parts is None:
-            raise RuntimeError(f"{self.actor_id} has not loaded its engine; call start() first")
-        return self._parts
-
-    async def start(self, *, backend: str, label: str, only_evaluates: bool = False) -> int:
-        """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
-        engine generates at the same time. only_evaluates: the task may have no training data.
-        """
-        early = Engine.begin(self._device, cores=self._cores)
-        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
-        from transformers import AutoTokenizer
-
-        config = self._config
-        tokenizer = AutoTokenizer.from_pretrained(
-            self._model_dir, trust_remote_code=config.model.trust_remote_code
-        )
-        made = (create_task if only_evaluates else load_task)(config.task, config.seed)
-        task = with_tools(made, config.environment.tools)
-        posed = task.evaluation(1)[0] if only_evaluates else task.train(0)
-        if not isinstance(posed.prompt, str) and tokenizer.chat_template is None:
-            raise SetupError(
-                f"task {config.task.name} asks in chat messages, but the tokenizer of "
-                f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
-                "task's plain style (task.options.style=plain)"
-            )
-        others = self._other_cores
-        verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
-        plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
-        starting = asyncio.gather(*[] if plays else [verifiers.start()])
-        engine = await Engine.start(
-            config,
-            model_dir=self._model_dir,
-            device=self._device,
-            backend=backend,
-            label=label,
-            early=early,
-            stop_token_ids=stop_tokens(self._model_dir, tokenizer.eos_token_id),
-            seed=_hash63(config.seed, self.actor_id) >> 32,
-        )
-        await starting
-        evaluator = EngineEvaluator(
-            config,
-            engine=engine,
-            task=task,
-            verifiers=verifiers,
-            encode=self._encode,
-            text=self._text,
-            player=self._player,
-            cpu=others,
-        )
-        players = Players(
-            PlayerParts(
-                config,
-                name=self.actor_id,
-                engine=engine,
-                tokenizer=tokenizer,
-                counts=self._counts,
-                cpu=others,
-            )
-        )
-        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
-        if plays:
-            player = await self._player(config.task, task)
-            self._parts = replace(self._parts, player=player)
-        return engine.max_num_seqs
+    async def start(self, *, backend: str, label: str) -> int:
+        """See `EngineHost.start`."""
+        places = await super().start(backend=backend, label=label)
+        self._weights = task_weights(self._config.task, self.parts.task)
+        return places
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
@@ -241,40 +147,11 @@ class RolloutActor:
         self._changed.set()
         await self._ended.wait()
 
-    async def connect(self, payload: dict[str, Any]) -> Receipt:
-        """Prepare the engine for publications."""
-        return await self.parts.engine.connect(payload)
-
     async def receive(self, announcement: Announcement) -> Receipt:
-        """Take and serve the announced weights."""
-        with self._time.during("paused"):
-            receipt = await self.parts.engine.receive(announcement)
-        self._paused_s += receipt.seconds.get("total", 0.0)
-        self._counts["reprefilled"] += receipt.recomputed_tokens
+        """See `EngineHost.receive`; tickets of the new version may be there."""
+        receipt = await super().receive(announcement)
         self._changed.set()
         return receipt
-
-    async def attend(self, announcement: Announcement) -> Receipt:
-        """Take part in a publication that is pushed, without loading it."""
-        return await self.parts.engine.attend(announcement)
-
-    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs of these responses under the served weights, with the labels of the weights."""
-        return await self.parts.engine.score(sequences)
-
-    async def evaluate(
-        self, *, indices: Sequence[int], total: int, label: str, samples: int
-    ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
-        """Outcomes and samples of these held-out problems (`EngineEvaluator.answer`)."""
-        with self._time.during("evaluating"):
-            return await self.parts.evaluator.answer(
-                indices=indices, total=total, label=label, samples=samples
-            )
-
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Generated]:
-        """Responses to one prompt outside of training, see `generation.generate`."""
-        parts = self.parts
-        return await generate(parts.engine, parts.tokenizer, self._config.rollout, prompt, sampling)
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`; groups held here go on, and `run` does not return."""
@@ -285,33 +162,18 @@ class RolloutActor:
         self._resting, self._produced_at = False, time.monotonic()
         self._changed.set()
 
-    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """Return a few short responses as (prompt, response, log-probs), to compare with the
-        learner.
-        """
-        parts = self.parts
-        return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
-
     async def final_report(self) -> ActorReport:
         """Totals of the whole run, once the queue is closed and unfinished groups are dropped."""
         if self._time.is_producing:
             await self._ended.wait()
         return self._report()
 
-    async def health(self) -> None:
-        """Raise EngineError when the engine is dead."""
-        await self.parts.engine.check()
-
     async def status(self) -> dict[str, Any]:
-        """Return the served label, groups with stage and ages in seconds (oldest first), counters
-        and busy verifiers, for post-mortems; also before `start` has returned.
-        """
-        now, parts = time.monotonic(), self._parts
-        return {
-            "serving": "it is starting" if parts is None else parts.engine.serving,
-            "paused": parts is not None and parts.engine.paused,
+        """See `EngineHost.status`; also groups with stage and ages in seconds, oldest first."""
+        now = time.monotonic()
+        works = sorted(self._groups.values(), key=lambda work: (work.begun, work.key))
+        return await super().status() | {
             "draining": self._draining,
-            "counts": {**self._counts, "paused_s": self._paused_s},
             "in_flight": [
                 {
                     "group_id": work.ticket.group_id,
@@ -320,9 +182,8 @@ class RolloutActor:
                     "stage_s": now - work.since,
                     "age_s": now - work.begun,
                 }
-                for work in sorted(self._groups.values(), key=lambda work: (work.begun, work.key))
+                for work in works
             ],
-            "verifying": [] if parts is None else parts.verifiers.busy(),
         }
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
@@ -331,19 +192,10 @@ class RolloutActor:
         growing = [one for one in under_way if one is not None]
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
-    async def close(self) -> None:
-        """Stop the engine and the verifiers."""
-        await self.parts.evaluator.close()
-        await self.parts.verifiers.close()
-        if self.parts.players is not None:
-            await self.parts.players.close()
-        self.parts.engine.close()
-
-    @property
-    def _other_cores(self) -> set[int]:
-        """Cores that the engine does not use, for what is not in this process; or all."""
-        everywhere = os.sched_getaffinity(0)
-        return everywhere - self._cores or everywhere
+    def _task(self) -> tuple[Task, Problem]:
+        """Load the task with its training data, and the first problem."""
+        task = load_task(self._config.task, self._config.seed)
+        return task, task.train(0)
 
     def _group_tasks(self) -> list[asyncio.Task[None]]:
         return [work.task for work in self._groups.values() if work.task is not None]
@@ -489,10 +341,10 @@ class RolloutActor:
             begun = self._partials.take_turns(ticket, len(wanted), self._counts)
         work.play = GroupPlay(self.parts.engine, ticket, changed, begun)
         self._enter(work, "environment")  # or a worker that is waited for
-        seed = _hash63(config.seed, "environment", ticket.group_id)
+        seed = hash63(config.seed, "environment", ticket.group_id)
         plays = []
         for number, one in enumerate(wanted):
-            own = None if one.seed is None else _hash63(one.seed, number)
+            own = None if one.seed is None else hash63(one.seed, number)
             sampling = replace(one, n=1, seed=own)
             plays.append(_played(player, problem, sampling, seed=seed, group=work.play))
         return await work.play.all(plays)
@@ -516,7 +368,7 @@ class RolloutActor:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
+            seed=hash63(config.seed, ticket.group_id) if config.seeded else None,
             repetition=rollout.repetition,
         )
         return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
@@ -561,16 +413,6 @@ class RolloutActor:
         await self._queue.fail(self.actor_id, [work.ticket], reason, [tokens])
         self._leave(work)
 
-    async def _player(self, settings: TaskConfig, task: Any) -> Player:
-        """Return the player of a task with environments, which it starts; of the task that is
-        trained there is one.
-        """
-        parts = self.parts
-        if task is parts.task and parts.player is not None:
-            return parts.player
-        assert parts.players is not None
-        return await parts.players.of(settings, task)
-
     def _enter(self, work: _GroupWork, stage: str) -> None:
         work.stage, work.since = stage, time.monotonic()
         self._time.stage(work.key, stage)
@@ -580,24 +422,8 @@ class RolloutActor:
         self._time.stage(work.key, None)
         self._changed.set()
 
-    def _encode(self, problem: Problem) -> list[int]:
-        ids, limit = prompt_ids(self.parts.tokenizer, problem.prompt), self._config.rollout
-        if len(ids) > limit.prompt_length:
-            raise PromptTooLong(
-                f"a prompt has {len(ids)} tokens, rollout.prompt_length is {limit.prompt_length}"
-            )
-        return ids
-
-    def _text(self, completion: Completion) -> str:
-        return self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-
 
 async def _played(player: Player, problem: Problem, sampling: Sampling, **of: Any) -> Episode:
     episode = await player.play(problem, sampling, **of)
     episode.ended = time.time()
     return episode
-
-
-def _hash63(*parts: object) -> int:
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

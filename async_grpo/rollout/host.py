@@ -1,0 +1,237 @@
+"""One engine with all that it needs to answer problems: tokenizer, task, verifiers, environments.
+
+Runs in: rollout actors, and the commands that evaluate or serve a model alone. Knows nothing of
+tickets, groups and the queue (`producer`).
+
+Invariant: `start` reaches `Engine.begin` before torch, vLLM or transformers is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from async_grpo.algo.accuracy import ProblemOutcome
+from async_grpo.config.schema import Config, TaskConfig
+from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.tools import with_tools
+from async_grpo.errors import SetupError
+from async_grpo.rollout.engine import Completion, Engine, Sampling, stop_tokens
+from async_grpo.rollout.episodes import PromptTooLong
+from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
+from async_grpo.rollout.generation import Generated, generate
+from async_grpo.rollout.players import Player, PlayerParts, Players
+from async_grpo.rollout.time_accounting import EngineTime
+from async_grpo.tasks.base import Problem, Prompt, Task
+from async_grpo.tasks.chat import prompt_ids
+from async_grpo.tasks.registry import create_task
+from async_grpo.tasks.verifier import VerifierPool
+from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `EngineHost.start` loads."""
+
+    engine: Engine
+    tokenizer: Any
+    task: Task
+    verifiers: VerifierPool
+    evaluator: EngineEvaluator
+    players: Players | None = None
+    player: Player | None = None
+    """Of a task with environments."""
+
+
+class EngineHost:
+    """Starts an engine, answers problems with it, and lets it take new weights."""
+
+    def __init__(
+        self, config: Config, *, actor_id: str, model_dir: str, device: str, cores: Sequence[int]
+    ) -> None:
+        """cores: of the engine; those of its process where there are none."""
+        self.actor_id = actor_id
+        self._config, self._model_dir, self._device = config, model_dir, device
+        self._cores = set(cores)
+        self._parts: Parts | None = None
+        self._counts: Counter[str] = Counter()
+        self._paused_s = 0.0
+        self._time = EngineTime()
+
+    @property
+    def parts(self) -> Parts:
+        """Engine, task and verifiers. Raises RuntimeError before `start` has returned."""
+        if self._parts is None:
+            raise RuntimeError(f"{self.actor_id} has not loaded its engine; call start() first")
+        return self._parts
+
+    async def start(self, *, backend: str, label: str) -> int:
+        """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
+        engine generates at the same time.
+        """
+        early = Engine.begin(self._device, cores=self._cores)
+        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
+        from transformers import AutoTokenizer
+
+        config = self._config
+        tokenizer = AutoTokenizer.from_pretrained(
+            self._model_dir, trust_remote_code=config.model.trust_remote_code
+        )
+        made, posed = self._task()
+        task = with_tools(made, config.environment.tools)
+        if not isinstance(posed.prompt, str) and tokenizer.chat_template is None:
+            raise SetupError(
+                f"task {config.task.name} asks in chat messages, but the tokenizer of "
+                f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
+                "task's plain style (task.options.style=plain)"
+            )
+        others = self._other_cores
+        verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
+        plays = isinstance(task, HasEnvironment)
+        starting = asyncio.gather(*[] if plays else [verifiers.start()])
+        engine = await Engine.start(
+            config,
+            model_dir=self._model_dir,
+            device=self._device,
+            backend=backend,
+            label=label,
+            early=early,
+            stop_token_ids=stop_tokens(self._model_dir, tokenizer.eos_token_id),
+            seed=hash63(config.seed, self.actor_id) >> 32,
+        )
+        await starting
+        evaluator = EngineEvaluator(
+            config,
+            engine=engine,
+            task=task,
+            verifiers=verifiers,
+            encode=self._encode,
+            text=self._text,
+            player=self._player,
+            cpu=others,
+        )
+        players = Players(
+            PlayerParts(
+                config,
+                name=self.actor_id,
+                engine=engine,
+                tokenizer=tokenizer,
+                counts=self._counts,
+                cpu=others,
+            )
+        )
+        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
+        if plays:
+            player = await self._player(config.task, task)
+            self._parts = replace(self._parts, player=player)
+        return engine.max_num_seqs
+
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
+        """Prepare the engine for publications."""
+        return await self.parts.engine.connect(payload)
+
+    async def receive(self, announcement: Announcement) -> Receipt:
+        """Take and serve the announced weights."""
+        with self._time.during("paused"):
+            receipt = await self.parts.engine.receive(announcement)
+        self._paused_s += receipt.seconds.get("total", 0.0)
+        self._counts["reprefilled"] += receipt.recomputed_tokens
+        return receipt
+
+    async def attend(self, announcement: Announcement) -> Receipt:
+        """Take part in a publication that is pushed, without loading it."""
+        return await self.parts.engine.attend(announcement)
+
+    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
+        """Log-probs of these responses under the served weights, with the labels of the weights."""
+        return await self.parts.engine.score(sequences)
+
+    async def evaluate(
+        self, *, indices: Sequence[int], total: int, label: str, samples: int
+    ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
+        """Outcomes and samples of these held-out problems (`EngineEvaluator.answer`)."""
+        with self._time.during("evaluating"):
+            return await self.parts.evaluator.answer(
+                indices=indices, total=total, label=label, samples=samples
+            )
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Generated]:
+        """Responses to one prompt outside of training, see `generation.generate`."""
+        parts = self.parts
+        return await generate(parts.engine, parts.tokenizer, self._config.rollout, prompt, sampling)
+
+    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        """Return a few short responses as (prompt, response, log-probs), to compare with the
+        learner.
+        """
+        parts = self.parts
+        return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
+
+    async def health(self) -> None:
+        """Raise EngineError when the engine is dead."""
+        await self.parts.engine.check()
+
+    async def status(self) -> dict[str, Any]:
+        """Return the served label and busy verifiers, for post-mortems; also before `start` has
+        returned.
+        """
+        parts = self._parts
+        return {
+            "serving": "it is starting" if parts is None else parts.engine.serving,
+            "paused": parts is not None and parts.engine.paused,
+            "counts": {**self._counts, "paused_s": self._paused_s},
+            "verifying": [] if parts is None else parts.verifiers.busy(),
+        }
+
+    async def close(self) -> None:
+        """Stop the engine and the verifiers."""
+        await self.parts.evaluator.close()
+        await self.parts.verifiers.close()
+        if self.parts.players is not None:
+            await self.parts.players.close()
+        self.parts.engine.close()
+
+    def _task(self) -> tuple[Task, Problem]:
+        """Load the task, and one of its problems: it may have no training data."""
+        task = create_task(self._config.task, self._config.seed)
+        return task, task.evaluation(1)[0]
+
+    @property
+    def _other_cores(self) -> set[int]:
+        """Cores that the engine does not use, for what is not in this process; or all."""
+        everywhere = os.sched_getaffinity(0)
+        return everywhere - self._cores or everywhere
+
+    async def _player(self, settings: TaskConfig, task: Any) -> Player:
+        """Return the player of a task with environments, which it starts; of the task that is
+        trained there is one.
+        """
+        parts = self.parts
+        if task is parts.task and parts.player is not None:
+            return parts.player
+        assert parts.players is not None
+        return await parts.players.of(settings, task)
+
+    def _encode(self, problem: Problem) -> list[int]:
+        ids, limit = prompt_ids(self.parts.tokenizer, problem.prompt), self._config.rollout
+        if len(ids) > limit.prompt_length:
+            raise PromptTooLong(
+                f"a prompt has {len(ids)} tokens, rollout.prompt_length is {limit.prompt_length}"
+            )
+        return ids
+
+    def _text(self, completion: Completion) -> str:
+        return self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def hash63(*parts: object) -> int:
+    """Hash parts to a number of 63 bits, the same everywhere."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
