@@ -190,11 +190,8 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
             batch, frames = batch_of((0.0, 1.0), (1.0, 0.5), steps=step)
             by_id.update(enumerate(frames))
             [plan], coef = rows.plans(batch), rows.kl_coef
-            values, metrics = rows.values(batch, learner.begin(plan))
-            learner.assign(values, coef)
-            for index in range(len(plan.updates)):
-                learner.update(index)
-            metrics |= MetricSums.from_wire(learner.end()).means()
+            values, metrics = rows.values(batch, learner.prepare(plan))
+            metrics |= MetricSums.from_wire(learner.train(values, coef)).means()
             assert all(np.isfinite(value) for value in metrics.values())
             assert metrics["train/grad_norm"] > 0
             assert ("train/importance_weight" in metrics) and metrics["train/lag_max"] == step - 1

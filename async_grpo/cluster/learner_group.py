@@ -109,24 +109,16 @@ class LearnerGroup:
         """Wait until lost ranks have been started again, or the run has ended."""
         await self._serves.wait()
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a step: every rank fetches its rows. Token KL summed per row, if rewarded."""
-        sums = await self._each("call", [("begin", plan) for plan in plans])
+    async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        """Let every rank fetch its rows. Token KL summed per row, if rewarded."""
+        sums = await self._each("call", [("prepare", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
-    async def assign(
+    async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
-    ) -> None:
-        """Give every rank the values of the rows."""
-        await self._all("call", "assign", values, kl_coef, lr_factor)
-
-    async def update(self, index: int) -> None:
-        """Make one optimizer step."""
-        await self._all("call", "update", index)
-
-    async def end(self) -> list[dict[str, Any]]:
-        """End the step; metrics of each rank in the wire form of MetricSums."""
-        return await self._all("call", "end")
+    ) -> list[dict[str, Any]]:
+        """Make the step's optimizer steps; metrics of each rank in the wire form of MetricSums."""
+        return await self._all("call", "train", values, kl_coef, lr_factor)
 
     async def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write the learner's state into `directory`, for this group to load."""

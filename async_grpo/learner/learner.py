@@ -1,4 +1,4 @@
-"""One DeepSpeed rank: begin / assign / update / end of a learner step, weights out, checkpoints.
+"""One DeepSpeed rank: prepare and train a learner step, weights out, checkpoints.
 
 Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan.
 Hides DeepSpeed and its ZeRO stages; the formulas are `token_math`'s. Invariants:
@@ -227,7 +227,7 @@ class Learner:
             self._choices[directory] = choose(directory, trust_remote_code=trust)
         return self._choices[directory]
 
-    def begin(self, plan: RankPlan) -> dict[RowKey, float]:
+    def prepare(self, plan: RankPlan) -> dict[RowKey, float]:
         """Fetch and check this rank's rows, and compute the reference and anchor log-probs that the
         loss or the reward needs.
 
@@ -237,7 +237,7 @@ class Learner:
         """
         if self._plan is not None:
             raise RuntimeError(
-                f"begin of step {plan.step} while step {self._plan.step} is open; call end first"
+                f"step {plan.step} is prepared while step {self._plan.step} is not trained yet"
             )
         algorithm, self._metrics = self.config.algorithm, MetricSums()
         with Stopwatch() as fetching:
@@ -275,28 +275,37 @@ class Learner:
         sums = {key: self._math.reward_kl(row) for key, row in self._rows.items()}
         return {key: sums[key] for key in plan.owned}
 
-    def assign(
+    def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float = 1.0
-    ) -> None:
-        """Give the rows of the step their values; between `begin` and the first `update`. kl_coef:
-        of the token KL in the reward. lr_factor: of the step's learning rate.
-        """
-        if self._plan is None:
-            raise RuntimeError("assign without begin")
-        trained = {key: self._rows[key] for key, row in self._plan.rows.items() if row.weight != 0}
-        self._math.assign(trained, owned=self._plan.owned, values=values, kl_coef=kl_coef)
-        self._lr_factor = lr_factor
+    ) -> dict[str, Any]:
+        """Make the optimizer steps of the prepared plan; this rank's metrics of the step
+        (`MetricSums.to_wire`). kl_coef: of the token KL in the reward. lr_factor: of the step's
+        learning rate.
 
-    def update(self, index: int) -> None:
-        """Make one optimizer step over `plan.updates[index]`. Raises NonFinite on every rank: for a
-        loss before any weight changes; for a gradient norm afterwards, which spoils the weights.
+        Raises NonFinite on every rank: for a loss before any weight of its update changes; for a
+        gradient norm afterwards, which spoils the weights.
         """
-        if self._plan is None:
-            raise RuntimeError(f"update {index} without begin")
+        plan = self._plan
+        if plan is None:
+            raise RuntimeError("train without prepare")
+        trained = {key: self._rows[key] for key, row in plan.rows.items() if row.weight != 0}
+        self._math.assign(trained, owned=plan.owned, values=values, kl_coef=kl_coef)
+        self._lr_factor = lr_factor
+        try:
+            for index, micro_batches in enumerate(plan.updates):
+                self._update(index, micro_batches)
+        finally:
+            self._plan, self._rows = None, {}
+        every = self.config.model.reference_refresh_steps
+        if every and plan.step % every == 0:
+            zero.copy_parameters(self.engine.module, _module(self._reference))
+            self._reference_moved = True
+        return self._metrics.to_wire()
+
+    def _update(self, index: int, planned: Sequence[Sequence[PlanRow]]) -> None:
+        """Make one optimizer step over these micro-batches."""
         with Stopwatch() as watch:
-            micro_batches = [
-                [row for row in batch if row.weight != 0] for batch in self._plan.updates[index]
-            ]
+            micro_batches = [[row for row in batch if row.weight != 0] for batch in planned]
             selections = (
                 self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
             )
@@ -318,18 +327,9 @@ class Learner:
             self._metrics.add_value(f"train/{name}", value)
         self._metrics.add_value("time/learner_update", watch.seconds)
 
-    def end(self) -> dict[str, Any]:
-        """Free the payload; returns this rank's metrics of the step (`MetricSums.to_wire`)."""
-        every = self.config.model.reference_refresh_steps
-        if self._plan is not None and every and self._plan.step % every == 0:
-            zero.copy_parameters(self.engine.module, _module(self._reference))
-            self._reference_moved = True
-        self._plan, self._rows = None, {}
-        return self._metrics.to_wire()
-
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[UpdateFacts]:
         """Find what the whole update says about each micro-batch, without gradient."""
-        assert self._plan is not None, "begin() comes first"
+        assert self._plan is not None, "prepare() comes first"
         with torch.no_grad(), Stopwatch() as watch:
             batches, passes = [], []
             for ready in ahead(self._prepare, micro_batches, device=self._torch_device):

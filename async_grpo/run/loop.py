@@ -7,13 +7,13 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
      v                                          |
     rollout actors ---- groups (msgpack) --> ReplayQueue -- metadata --> loop: plan, row mathematics
      vLLM engine, verifier children             | owns admission, order    |
-     ^                                          |                          v  begin / update / end
+     ^                                          |                          v  prepare / train
      |                                          +---- payload --> Learner rank x M (DeepSpeed):
      |                                                              token mathematics
      +------------- weights, version v ------------------------------------+
 
-One learner step: take(step) -> plan -> begin -> row values -> assign
-                  -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
+One learner step: take(step) -> plan -> prepare -> row values
+                  -> train (epochs x minibatches updates) -> publish(version = step) -> log
 
 rollout actor  consumes tickets; waits for a ticket, that is for `live(version)` and for room below
                `max_outstanding`; unblocked by publish and by batches that leave the queue
@@ -65,19 +65,15 @@ class BatchQueue(Protocol):
 class TrainingLearner(Protocol):
     """The learner group as the loop sees it."""
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a step: every rank fetches its rows. Token KL per row, if the reward needs it."""
+    async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        """Let every rank fetch its rows. Token KL per row, if the reward needs it."""
 
-    async def assign(
+    async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
-    ) -> None:
-        """Tell every rank what the rows are worth, and the factor of the learning rate."""
-
-    async def update(self, index: int) -> None:
-        """Make one optimizer step."""
-
-    async def end(self) -> list[dict[str, Any]]:
-        """End the step; metrics of each rank on the wire form of MetricSums."""
+    ) -> list[dict[str, Any]]:
+        """Make the optimizer steps of the plans. values: what the rows are worth; lr_factor: of the
+        learning rate. Metrics of each rank on the wire form of MetricSums.
+        """
 
 
 class Publisher(Protocol):
@@ -216,13 +212,10 @@ class StepTrainer:
     async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
         self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
         plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
-        kl_sums = await self._learner.begin(plans)
+        kl_sums = await self._learner.prepare(plans)
         values, metrics = self._row_math.values(batch, kl_sums)
-        await self._learner.assign(values, kl_coef, self._row_math.lr_factor)
-        for index in range(len(plans[0].updates)):
-            await self._learner.update(index)
         sums = MetricSums()
-        for rank in await self._learner.end():
+        for rank in await self._learner.train(values, kl_coef, self._row_math.lr_factor):
             sums.merge(MetricSums.from_wire(rank))
         if self._row_math.trained(sums.means()):
             self._listener.note(

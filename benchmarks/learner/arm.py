@@ -244,10 +244,8 @@ class Ours:
 
     def step(self) -> None:
         """One learner step with one optimizer update."""
-        self.learner.begin(self._batch.plan)
-        self.learner.assign(self._batch.values, 0.0)
-        self.learner.update(0)
-        self.learner.end()
+        self.learner.prepare(self._batch.plan)
+        self.learner.train(self._batch.values, 0.0)
 
 
 def run_arm(

@@ -130,10 +130,10 @@ class WatchedLearner(processes.LearnerProcess):
         return state
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "update":
+        if name == "train":
             self._wait_at_gate()
         result = super().call(name, *args, **kwargs)
-        if name == "end":
+        if name == "train":
             self._record.write("trained", self._step, self._ids)
         return result
 

@@ -57,8 +57,8 @@ LEARNER = {
     "connect": ("connect", 1),
     "check": ("stage_perturbed", 1),
     "first weights": ("stage", 1),
-    "step": ("begin", 1),
-    "update": ("update", 2),
+    "step": ("prepare", 1),
+    "update": ("train", 2),
     "sync": ("stage", 2),
     "save": ("write_checkpoint", 1),
 }

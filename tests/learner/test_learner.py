@@ -4,7 +4,6 @@ checkpoints, exports, errors.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import socket
@@ -40,7 +39,6 @@ from tests.support.learners import (
     Case,
     assert_close,
     assert_history,
-    begin,
     bitwise,
     copy_weights,
     make_case,
@@ -256,9 +254,8 @@ def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> Non
 def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
     case = make_case(models["plain"])
     with open_learner(config_of(models, 1), models, case) as learner:
-        begin(learner, case, [split(range(12), 3)])
-        learner.update(0)
-        means = MetricSums.from_wire(learner.end()).means()
+        learner.prepare(case.plan([split(range(12), 3)]))
+        means = MetricSums.from_wire(learner.train(case.values, 0.0)).means()
     rows = [case.groups[row.group_id].rows[row.row] for row in case.updates[0] if row.weight]
     lags = [
         2 - span.policy_version
@@ -285,9 +282,8 @@ def test_a_step_is_as_large_as_its_responses_are_effective(models: dict[str, str
     for parts in (1, 3):
         with open_learner(config_of(models, 1, ess_step_size=True), models, case) as learner:
             for _ in range(2):
-                begin(learner, case, [split(range(12), parts)])
-                learner.update(0)
-                means = MetricSums.from_wire(learner.end()).means()
+                learner.prepare(case.plan([split(range(12), parts)]))
+                means = MetricSums.from_wire(learner.train(case.values, 0.0)).means()
                 factor = means["train/ess_step_factor"]
                 assert factor == pytest.approx(means["train/ess_seq"] ** 0.5, rel=1e-9)
                 assert means["train/lr"] == pytest.approx(3e-3 * factor, rel=1e-12)
@@ -320,7 +316,7 @@ def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str
             span = case.groups[11].rows[0].versions[-1]
             case.groups[11].rows[0].versions[-1] = type(span)(version, span.start, span.end)
             with pytest.raises(StalenessError, match="group 11 row 0"):
-                learner.begin(case.plan([split(range(12), 1)]))
+                learner.prepare(case.plan([split(range(12), 1)]))
 
 
 def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> None:
@@ -425,13 +421,9 @@ def check_non_finite(learner: Learner, case: Case, splits: list[list[list[int]]]
     """A row of rank 0 without a finite loss stops both ranks, before any weight changes."""
     before = copy_weights(learner)
     culprit = case.updates[0][0]
-    begin(
-        learner,
-        dataclasses.replace(case, values=case.values | {culprit.key: RowValue(float("nan"))}),
-        splits,
-    )
+    learner.prepare(case.plan(splits))
     with pytest.raises(NonFinite) as error:
-        learner.update(0)
+        learner.train(case.values | {culprit.key: RowValue(float("nan"))}, 0.0)
     assert culprit.group_id in error.value.group_ids
     assert bitwise(copy_weights(learner), before)
 

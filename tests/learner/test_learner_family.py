@@ -100,10 +100,8 @@ def trained(
         config, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10
     )
     try:
-        kl_sums = learner.begin(case.plan([splits]))
-        learner.assign(case.values, 0.05)
-        learner.update(0)
-        learner.end()
+        kl_sums = learner.prepare(case.plan([splits]))
+        learner.train(case.values, 0.05)
         return {key: tensor.clone() for key, tensor in learner.named_weights()}, kl_sums
     finally:
         learner.close()

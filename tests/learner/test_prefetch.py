@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_grpo.learner.prefetch import ahead, on_device
-from tests.support.learners import begin, make_case, make_config, open_learner, split
+from tests.support.learners import make_case, make_config, open_learner, split
 from tests.support.models import write_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -176,11 +176,9 @@ def test_an_update_reads_no_value_per_micro_batch(
     case = make_case(models["plain"])
     with open_learner(config, models, case) as learner:
         for parts in (2, 6):
-            splits = [split(range(len(case.updates[0])), parts)]
-            begin(learner, case, splits)
+            learner.prepare(case.plan([split(range(len(case.updates[0])), parts)]))
             with counted(monkeypatch) as mode:
-                learner.update(0)
-            learner.end()
+                learner.train(case.values, 0.0)
             found.append(mode.found)
     assert found[0] == found[1]
     assert sum(found[0].values()) < 40, "loss, gradient norm, optimizer"

@@ -53,10 +53,8 @@ def open_learner(
 
 def step(learner: Learner, case) -> float:
     """One learner step (number 3); its mean KL to the reference."""
-    learner.begin(case.plan([split(range(12), 2)]))
-    learner.assign(case.values, 0.0)
-    learner.update(0)
-    total, count = learner.end()["sums"]["train/kl"]
+    learner.prepare(case.plan([split(range(12), 2)]))
+    total, count = learner.train(case.values, 0.0)["sums"]["train/kl"]
     return total / count
 
 

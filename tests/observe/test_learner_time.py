@@ -75,18 +75,16 @@ class Run:
             "replay/ready_wait_s": 0.1,
         }
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+    async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         self.takes(2.0)
+        self._updates = len(plans[0].updates)
         return {}
 
-    async def assign(
+    async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
-    ) -> None: ...
-
-    async def update(self, index: int) -> None:
-        self.takes(1.0)
-
-    async def end(self) -> list[dict[str, Any]]:
+    ) -> list[dict[str, Any]]:
+        for _ in range(self._updates):
+            self.takes(1.0)
         step = self.loop.steps_done + 1
         sums = {"train/lag_mean": [step % 4 + 1.0, 2.0]}
         return [{"sums": sums, "highs": {"train/lag_max": float(step % 4)}, "lows": {}}]
@@ -100,7 +98,7 @@ class Run:
 
     async def refresh(self, version: int) -> None: ...
 
-    async def train(self) -> list[dict[str, float]]:
+    async def all_steps(self) -> list[dict[str, float]]:
         """All steps, with an evaluation before the first and a checkpoint now and then."""
         with self.loop.time.during("evaluating"):
             self.now += 1.5
@@ -123,7 +121,7 @@ def summary(loop: Loop, **facts: Any) -> dict[str, str]:
 def run() -> Run:
     async def scenario() -> Run:
         run = Run()
-        await run.train()
+        await run.all_steps()
         return run
 
     return asyncio.run(scenario())

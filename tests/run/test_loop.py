@@ -226,24 +226,18 @@ class Fakes:
     async def metrics(self) -> dict[str, float]:
         return {"replay/ready": 3.0, "replay/in_flight": 5.0, "replay/failed": 0.0}
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+    async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         self.plans = list(plans)
-        self.events.append("begin")
+        self.events.append("prepare")
         if self.training is not None:
             await self.training.wait()
         return {}
 
-    async def assign(
+    async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
-    ) -> None:
-        self.events.append("assign")
+    ) -> list[dict[str, Any]]:
+        self.events.append(f"train {len(self.plans[0].updates)}")
         self.factors.append(lr_factor)
-
-    async def update(self, index: int) -> None:
-        self.events.append(f"update {index}")
-
-    async def end(self) -> list[dict[str, Any]]:
-        self.events.append("end")
         lags = {"sums": {"train/lag_mean": [3.0, 4.0]}, "lows": {}}
         other = {"sums": {"train/lag_mean": [1.0, 4.0]}, "lows": {}}
         if not self.lags:
@@ -273,21 +267,10 @@ def test_a_step_in_order() -> None:
     async def scenario() -> None:
         run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
         await run.loop.step()
-        assert run.events == [
-            "refresh 0",
-            "take 1",
-            "begin",
-            "assign",
-            "update 0",
-            "update 1",
-            "update 2",
-            "update 3",
-            "end",
-            "publish 1",
-        ]
+        assert run.events == ["refresh 0", "take 1", "prepare", "train 4", "publish 1"]
         assert run.loop.steps_done == 1
         await run.loop.step()
-        assert run.events[10:12] == ["take 2", "begin"]
+        assert run.events[6:8] == ["take 2", "prepare"]
         assert [step for step, _ in run.logged] == [1, 2]
 
     asyncio.run(scenario())
@@ -443,13 +426,13 @@ def test_a_failure_ends_training_at_once() -> None:
         run = Fakes(config(timeout_s=1000))
         run.training = asyncio.Event()
         waiting = asyncio.create_task(run.loop.step())
-        while "begin" not in run.events:
+        while "prepare" not in run.events:
             await asyncio.sleep(0)
         run.loop.fail(FaultBudgetSpent("a rank died"))
         with pytest.raises(FaultBudgetSpent):
             await asyncio.wait_for(waiting, 2)
         assert run.loop.steps_done == 0
-        assert "end" not in run.events
+        assert not any(event.startswith("train") for event in run.events)
 
     asyncio.run(scenario())
 

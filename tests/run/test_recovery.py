@@ -86,7 +86,7 @@ def kill_at(trainer: Trainer, deaths: list[tuple[int, str, int]]) -> None:
                 break
         return await original(*args, **kwargs)
 
-    for name in ("begin", "update", "stage", "save"):
+    for name in ("prepare", "train", "stage", "save"):
         original = getattr(learner, name)
         setattr(
             learner,
@@ -112,7 +112,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
             trainer.train(steps=1)
             engine = trainer.system.actors.alive()[0]
             told["engine"] = (engine.actor_id, ask(trainer, pid_of(engine)))
-            kill_at(trainer, [(3, "update", 1), (5, "begin", 0), (5, "begin", 1)])
+            kill_at(trainer, [(3, "train", 1), (5, "prepare", 0), (5, "prepare", 1)])
             told["metrics"] = trainer.train(steps=2)
             told["first"] = (home / "first.txt").read_text()
             trainer.train(steps=STEPS - trainer.steps_done)

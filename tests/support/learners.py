@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -336,24 +337,33 @@ def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(one[key], other[key]) for key in one | other)
 
 
-def begin(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
-    assert learner.begin(case.plan(splits)) == {}, "no KL in the reward"
-    learner.assign(case.values, 0.0)
-
-
 def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
     """One learner step; returns loss and gradient norm of each update, taken as differences of the
     sums.
     """
-    begin(learner, case, splits)
+    assert learner.prepare(case.plan(splits)) == {}, "no KL in the reward"
     history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
-    for index in range(len(splits)):
-        learner.update(index)
-        sums = {key: learner._metrics.to_wire()["sums"][key][0] for key in seen}
+    with after_each_update(learner) as sums_of:
+        learner.train(case.values, 0.0)
+    for sums in sums_of:
         history.append({key: sums[key] - seen[key] for key in seen})
         seen = sums
-    learner.end()
     return history
+
+
+@contextmanager
+def after_each_update(learner: Learner) -> Iterator[list[dict[str, float]]]:
+    """Collects the sums of the metrics after each update inside the block."""
+    found: list[dict[str, float]] = []
+    update = learner._update
+
+    def noted(*arguments: Any) -> None:
+        update(*arguments)
+        sums = learner._metrics.to_wire()["sums"]
+        found.append({name: values[0] for name, values in sums.items()})
+
+    with mock.patch.object(learner, "_update", noted):
+        yield found
 
 
 def assert_history(history: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:

@@ -116,10 +116,10 @@ class RankProcess:
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
         return Written(nbytes=1, in_memory=False, note="", updates=1)
 
-    async def end(self) -> dict[str, Any]:
+    async def train(self, *_: Any) -> dict[str, Any]:
         return MetricSums().to_wire()
 
-    async def begin(self, plan: Any) -> dict[Any, float]:
+    async def prepare(self, plan: Any) -> dict[Any, float]:
         return {}
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:

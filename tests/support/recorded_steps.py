@@ -101,8 +101,5 @@ def train_step(
         [by_id[group_id] for group_id in group_ids]
     )
     [plan], kl_coef = rows.plans(batch), rows.kl_coef
-    values, metrics = rows.values(batch, learner.begin(plan))
-    learner.assign(values, kl_coef)
-    for index in range(len(plan.updates)):
-        learner.update(index)
-    return metrics | MetricSums.from_wire(learner.end()).means()
+    values, metrics = rows.values(batch, learner.prepare(plan))
+    return metrics | MetricSums.from_wire(learner.train(values, kl_coef)).means()

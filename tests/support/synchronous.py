@@ -223,40 +223,31 @@ class Learner:
     def __init__(self, config: Config, queue: ReplayQueue) -> None:
         self.policy, self.steps = Policy(config), list[Step]()
         self._queue, self._max_staleness = queue, config.replay.max_staleness
-        self._updates: list[Update] = []
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+    async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         [self._plan] = plans
         payload = await self._queue.payload(self._plan.step, self._plan.group_ids)
         self._rows = decode_rows(self._plan, payload, max_staleness=self._max_staleness)
-        self._updates = []
         return {}
 
-    async def assign(
+    async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
-    ) -> None:
+    ) -> list[dict[str, Any]]:
         self.policy.math.assign(self._rows, owned=self._plan.owned, values=values, kl_coef=kl_coef)
-
-    async def update(self, index: int) -> None:
-        await asyncio.sleep(
-            0
-        )  # the actors go on meanwhile, as they do beside a learner in another process
-        in_loss = [
-            [(row, self._rows[row.key]) for row in part if row.weight != 0]
-            for part in self._plan.updates[index]
-        ]
-        self._updates.append(self.policy.update(in_loss))
-
-    async def end(self) -> list[dict[str, Any]]:
+        updates: list[Update] = []
+        for update in self._plan.updates:
+            # the actors go on meanwhile, as they do beside a learner in another process
+            await asyncio.sleep(0)
+            in_loss = [
+                [(row, self._rows[row.key]) for row in part if row.weight != 0] for part in update
+            ]
+            updates.append(self.policy.update(in_loss))
         versions = {
             self._plan.step - 1 - int(lag) for row in self._rows.values() for lag in row.lag
         }
         self.steps.append(
             Step(
-                self._plan.group_ids,
-                tuple(sorted(versions)),
-                tuple(self._updates),
-                self.policy.digest(),
+                self._plan.group_ids, tuple(sorted(versions)), tuple(updates), self.policy.digest()
             )
         )
         return [MetricSums().to_wire()]

@@ -101,12 +101,9 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         pack_frames(frames).tofile(batch_file(config, step))
         batch = Batch(step, tuple(decode_meta(frame) for frame in frames))
         plans = rows.plans(batch)
-        values, _ = rows.values(batch, await system.learner.begin(plans))
-        await system.learner.assign(values, rows.kl_coef, rows.lr_factor)
-        for index in range(len(plans[0].updates)):
-            await system.learner.update(index)
+        values, _ = rows.values(batch, await system.learner.prepare(plans))
         sums = MetricSums()
-        for rank in await system.learner.end():
+        for rank in await system.learner.train(values, rows.kl_coef, rows.lr_factor):
             sums.merge(MetricSums.from_wire(rank))
         everything += groups
         losses.append(sums.means()["train/loss"])

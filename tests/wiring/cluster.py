@@ -165,7 +165,7 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
         system.actors.begin(SimpleNamespace(join=_nothing, between_publications=nullcontext))
         system.actors.produce()
         await asyncio.sleep(0.01)
-        await system.learner.update(0)
+        await system.learner.train({}, 0.0, 1.0)
         await _stage(system)
         engines = [engine.actor_id for engine in system.actors.alive()]
         await system.actors.stop()

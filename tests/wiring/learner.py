@@ -18,7 +18,15 @@ from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
 from async_grpo.run.planning import RowMath
 from tests.support.families import config_of
-from tests.support.learners import Case, copy_weights, make_case, set_rank, split, write_neighbour
+from tests.support.learners import (
+    Case,
+    after_each_update,
+    copy_weights,
+    make_case,
+    set_rank,
+    split,
+    write_neighbour,
+)
 from tests.support.processes import free_port
 from tests.support.wiring import Wire, tiny_model, workplace
 
@@ -66,19 +74,16 @@ def trained(config: Config) -> Any:
             config, model_dir=tiny_model(), fetch=case.fetch, device="cpu", total_updates=10
         )
     try:
-        sums = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
-        rate = RowMath(config, {}, SWINGS).lr_factor
-        learner.assign(case.values, 0.1, rate)
-        updates = []
-        for index in range(2):
-            learner.update(index)
-            wire = learner._metrics.to_wire()["sums"]
-            updates.append([wire[f"train/{name}"] for name in ("loss", "grad_norm", "lr")])
-        learner.end()
+        plan = case.plan([split(range(len(rows)), 2) for rows in case.updates])
+        sums, rate = learner.prepare(plan), RowMath(config, {}, SWINGS).lr_factor
+        with after_each_update(learner) as sums_of:
+            learner.train(case.values, 0.1, rate)
+        names = ("loss", "grad_norm", "lr")
+        updates = [[one[f"train/{name}"] for name in names] for one in sums_of]
         moved = [float(tensor.double().abs().sum()) for tensor in copy_weights(learner).values()]
         model = learner.engine.module
         recomputes = [model.hf.is_gradient_checkpointing, model.offloads]
-        again = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
+        again = learner.prepare(plan)
         return [sums, updates, moved, recomputes, again, asked]
     except StalenessError as error:
         return str(error)

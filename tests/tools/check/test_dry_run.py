@@ -210,8 +210,8 @@ step = learner._step
 def watched():
     most.append(held()); result = step(); most.append(held()); return result
 learner._step = watched
-learner.begin(case.plan([[list(range(len(case.updates[0])))]]))
-learner.assign(case.values, 0.0); learner.update(0); learner.end()
+learner.prepare(case.plan([[list(range(len(case.updates[0])))]]))
+learner.train(case.values, 0.0)
 print("bytes per parameter", max(most) / parameters)
 """
 
