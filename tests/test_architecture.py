@@ -82,11 +82,12 @@ LIBRARIES = {
     "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "rollout": "numpy",
-    "rollout.engine": "vllm numpy transformers",
-    "rollout.engine_support": "vllm numpy",  # whether it can run a model
+    "rollout.engine": "numpy",
+    "rollout.engine.vllm": "vllm numpy transformers",
+    "rollout.engine.vllm.support": "vllm numpy",  # whether it can run a model
     "rollout.tool_calls": "vllm",  # its parsers
     "rollout.chat_format": "renderers",
-    "rollout.early_process": "setproctitle",  # which vLLM brings
+    "rollout.engine.vllm.early_process": "setproctitle",  # which vLLM brings
     "rollout.host": "numpy transformers",  # the tokenizer
     "agents.endpoint.server": "uvicorn starlette",
     "rollout.partial": "msgpack numpy",

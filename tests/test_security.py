@@ -61,7 +61,7 @@ def test_the_setting_reaches_learner_engine_and_tokenizers() -> None:
     }
     assert {
         "learner/learner.py",
-        "rollout/engine_arguments.py",
+        "rollout/engine/vllm/arguments.py",
         "rollout/host.py",
         "run/checkpoint/saver.py",
     } <= users

@@ -43,7 +43,7 @@ from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.generation import Generated
 from async_grpo.runtime.listener import FailureHandler, RunListener, long_wait
 from async_grpo.runtime.text import last_line

@@ -28,7 +28,7 @@ from async_grpo.environments.base import Action, Content, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
 from async_grpo.rollout.chat_format import ChatFormat, Said
 from async_grpo.rollout.conversation import ContentError, Conversation
-from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
+from async_grpo.rollout.engine.base import Completion, Engine, Purpose, Sampling
 from async_grpo.rollout.partial import EMPTY, Turn, digest, join
 from async_grpo.rollout.session import Session
 from async_grpo.tasks.base import Problem, Score

@@ -22,7 +22,7 @@ from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, Engine, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, PromptTooLong
 from async_grpo.rollout.players import Player
 from async_grpo.runtime.text import dialogue

@@ -15,7 +15,7 @@ import numpy as np
 
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.errors import RunError
-from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.rollout.engine.base import Engine, Sampling
 from async_grpo.runtime.text import shortened
 from async_grpo.tasks.base import Prompt
 from async_grpo.tasks.chat import prompt_ids

@@ -3,7 +3,7 @@
 Runs in: rollout actors, and the commands that evaluate or serve a model alone. Knows nothing of
 tickets, groups and the queue (`producer`).
 
-Invariant: `start` reaches `Engine.begin` before torch, vLLM or transformers is imported.
+Invariant: `start` reaches `VllmEngine.begin` before torch, vLLM or transformers is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import Completion, Engine, Sampling, stop_tokens
+from async_grpo.rollout.engine.base import Completion, Engine, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine, stop_tokens
 from async_grpo.rollout.episodes import PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
@@ -76,7 +77,7 @@ class EngineHost:
         """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
         engine generates at the same time.
         """
-        early = Engine.begin(self._device, cores=self._cores)
+        early = VllmEngine.begin(self._device, cores=self._cores)
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from transformers import AutoTokenizer
 
@@ -96,7 +97,7 @@ class EngineHost:
         verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
         plays = isinstance(task, HasEnvironment)
         starting = asyncio.gather(*[] if plays else [verifiers.start()])
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir=self._model_dir,
             device=self._device,

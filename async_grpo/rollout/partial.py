@@ -35,7 +35,7 @@ import msgpack
 import numpy as np
 
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.engine.base import Completion, Engine, Sampling
 from async_grpo.weights.transport import parse_label
 from async_grpo.wire.codec import GroupTicket
 

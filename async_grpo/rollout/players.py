@@ -15,7 +15,7 @@ from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasPlayers
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.rollout.chat_format import chat_format_of
-from async_grpo.rollout.engine import Engine, Purpose, Sampling
+from async_grpo.rollout.engine.base import Engine, Purpose, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay
 from async_grpo.tasks.base import Problem
 

@@ -28,7 +28,7 @@ from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_grpo.rollout.engine import Completion
+from async_grpo.rollout.engine.base import Completion
 from async_grpo.wire.groups import VersionSpan
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from async_grpo.config.schema import WeightSync
-from async_grpo.rollout.engine_arguments import set_environment
+from async_grpo.rollout.engine.vllm.arguments import set_environment
 from async_grpo.weights.transport import Version, merged_payloads
 
 COLUMNS = 2048

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine import Engine, stop_tokens
+from async_grpo.rollout.engine.vllm.engine import VllmEngine, stop_tokens
 from async_grpo.rollout.host import hash63
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
@@ -44,7 +44,7 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
     tokenizer, task = AutoTokenizer.from_pretrained(model), load_task(config.task, config.seed)
     ends = stop_tokens(model, tokenizer.eos_token_id)
     os.sched_setaffinity(0, {min(everywhere)})
-    engine = await Engine.start(
+    engine = await VllmEngine.start(
         config,
         model_dir=model,
         device="cpu",

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.rollout.engine.base import Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Version
 from benchmarks.weight_sync.learner import KEY
@@ -111,7 +112,7 @@ async def _measured(
             "cluster": {"engine": {"max_num_seqs": size.sequences, "kv_cache_gb": 1.0}},
         }
     )
-    engine = await Engine.start(
+    engine = await VllmEngine.start(
         config,
         model_dir=model,
         device="cpu",
@@ -135,7 +136,7 @@ async def _measured(
 class Measuring:
     """An engine at work, and publications to it."""
 
-    def __init__(self, engine: Engine, sender: SharedMemorySender, size: Size) -> None:
+    def __init__(self, engine: VllmEngine, sender: SharedMemorySender, size: Size) -> None:
         self._engine, self._sender, self._size = engine, sender, size
         self._version = 0
 

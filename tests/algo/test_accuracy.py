@@ -23,7 +23,7 @@ from async_grpo.algo.accuracy import (
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.rollout import evaluator
-from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong
 from async_grpo.tasks.base import Problem, Score, TaskError
 from async_grpo.tasks.registry import held_out, load_task

@@ -18,7 +18,7 @@ from async_grpo.replay.history import History, read_history
 from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.partial import PartialFile
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.wire.groups import GroupTicket

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.rollout import early_process
-from async_grpo.rollout.early_process import ENGINE_CORE, EarlyProcess
+from async_grpo.rollout.engine.vllm import early_process
+from async_grpo.rollout.engine.vllm.early_process import ENGINE_CORE, EarlyProcess
 
 CORE = min(os.sched_getaffinity(0))
 TITLE = "VLLM::EngineCore"

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, TransferMismatch
-from async_grpo.rollout.engine import Engine, EngineError, Sampling
+from async_grpo.rollout.engine.base import EngineError, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
@@ -68,7 +69,7 @@ class Serving:
         )
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         children = set(_children())
-        start = Engine.start(
+        start = VllmEngine.start(
             config(directory),
             model_dir=directory,
             device="cpu",

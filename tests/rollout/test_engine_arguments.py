@@ -19,7 +19,11 @@ from vllm.v1.executor import ray_utils
 from async_grpo.config.schema import Config
 from async_grpo.config.vllm_keys import _BY_OURS, _OWN, SPECULATION, names
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine_arguments import engine_arguments, set_environment, shared_gpu_share
+from async_grpo.rollout.engine.vllm.arguments import (
+    engine_arguments,
+    set_environment,
+    shared_gpu_share,
+)
 
 GIB = 2**30
 

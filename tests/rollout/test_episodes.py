@@ -18,7 +18,7 @@ import pytest
 from async_grpo.config import schema
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator
 from async_grpo.rollout.host import Parts as LoadedParts

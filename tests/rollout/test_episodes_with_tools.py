@@ -15,7 +15,7 @@ from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import chat_format_of
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem

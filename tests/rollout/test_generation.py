@@ -15,7 +15,7 @@ from async_grpo.config.operation import Evaluation
 from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.errors import RunError
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.generation import generate, prompts_of, sampling_of
 from async_grpo.run.trainer import Trainer
 from tests.wiring.run import doubles

@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout import kv_cache
-from async_grpo.rollout.kv_cache import FORGET, SHARE, CacheChoice, cache_mode
+from async_grpo.rollout.engine.vllm.kv_cache import FORGET, SHARE, CacheChoice, cache_mode
 
 
 class Clock:

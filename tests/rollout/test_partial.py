@@ -17,7 +17,8 @@ import ray
 from async_grpo.config.load import ConfigError
 from async_grpo.config.schema import Config
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.partial import (
     FILE,
     PartialError,
@@ -518,7 +519,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
         return growing.so_far()
 
     async def scenario() -> tuple[list[Completion], list[Completion], list[Completion]]:
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             settings,
             model_dir=directory,
             device="cpu",

@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.evaluator import PROMPTS, TOKENS, PromptTooLong, probe_sequences
 
 

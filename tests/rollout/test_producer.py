@@ -15,7 +15,8 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
-from async_grpo.rollout.engine import CountedRequests, Engine, EngineError, Sampling
+from async_grpo.rollout.engine.base import EngineError, Sampling
+from async_grpo.rollout.engine.vllm.engine import CountedRequests, VllmEngine
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError
@@ -326,7 +327,7 @@ def test_what_vllm_says_to_a_request_is_an_error_of_the_engine() -> None:
         llm = SimpleNamespace(
             generate=generate, output_processor=SimpleNamespace(external_req_ids={})
         )
-        engine = Engine(
+        engine = VllmEngine(
             llm,  # type: ignore[arg-type]
             stop_token_ids=[1],
             kv_cache="recompute",

@@ -14,7 +14,7 @@ from transformers import Qwen2Tokenizer
 
 from async_grpo.rollout.chat_format import Said, TemplateFormat
 from async_grpo.rollout.conversation import ContentError, Conversation
-from async_grpo.rollout.engine import Completion
+from async_grpo.rollout.engine.base import Completion
 from async_grpo.rollout.episodes import Episode, as_rows
 from async_grpo.rollout.session import Session
 from async_grpo.wire.codec import Group, decode_group, encode_group

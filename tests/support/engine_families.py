@@ -26,8 +26,8 @@ from transformers import AutoConfig
 
 from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
-from async_grpo.rollout.engine_arguments import set_environment
-from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
+from async_grpo.rollout.engine.vllm.arguments import set_environment
+from async_grpo.rollout.engine.vllm.support import TrialEngine, in_words, refusal
 from async_grpo.run.preflight.engine_trial import MOVE, own_logprobs, prepare, trial_of, verdict
 from async_grpo.weights.names import file_shapes
 from tests.support import unrepaired

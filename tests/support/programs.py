@@ -17,7 +17,7 @@ from async_grpo.agents.program import Program
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.tasks.base import Problem
 from tests.support.scripted_policy import Letters, Saying

@@ -11,7 +11,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
-from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.host import Parts as LoadedParts
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Problem, Score

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
 
 STOP = 1
 

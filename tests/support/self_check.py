@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.schema import Config
 from async_grpo.learner.weights import Published
-from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.rollout.engine.base import Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.checks import LoadPathCheck, SelfCheckFailed, Tolerance
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
@@ -60,7 +61,7 @@ class Serving:
         self.sampled: dict[str, list[TokenSequence]] = {}
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.engine = self.now(
-            Engine.start(
+            VllmEngine.start(
                 config(directory, dtype),
                 model_dir=directory,
                 device="cpu",

@@ -11,7 +11,7 @@ import numpy as np
 from async_grpo.agents.endpoint.served import ServedEpisode
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.rollout.chat_format import ChatFormat, PlainFormat, Said
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import Session
 from tests.support.scripted_policy import STOP, Letters

@@ -29,7 +29,7 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.processes import LearnerProcess, RankParts
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled, TransferMismatch
-from async_grpo.rollout.engine import Engine
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights import fan_out
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
@@ -246,7 +246,7 @@ class Handle:
         self.front = FrontEnd(
             run, (ChildWorker if child else Worker)(run.directory), device=next(run.devices)
         )
-        self.engine = Engine(
+        self.engine = VllmEngine(
             self.front,
             stop_token_ids=[],
             kv_cache="recompute",

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.rollout.engine.base import Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SharedMemorySender, segment_path
 from async_grpo.weights.transport import TornTransfer, Version
 from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
@@ -21,7 +22,7 @@ from tests.support.models import ModuleOwner, write_model
 
 
 async def generate_through_publications(
-    engine: Engine, sender: SharedMemorySender, owner: ModuleOwner, models: list
+    engine: VllmEngine, sender: SharedMemorySender, owner: ModuleOwner, models: list
 ) -> list:
     """Start long responses, publish models 1 and 2 while they run, return them."""
     sampling = Sampling(n=6, max_tokens=600, temperature=0.8)
@@ -59,7 +60,7 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
     sender = SharedMemorySender(owner, key=key, fallback=tmp_path / "weights")
 
     async def scenario():
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir=directory,
             device="cpu",
@@ -135,7 +136,7 @@ def test_seeded_prompts_that_exceed_a_batch_together_are_answered(tmp_path):
     config = Config.model_validate({"run": run, "model": model, "rollout": rollout})
 
     async def scenario():
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir=directory,
             device="cpu",

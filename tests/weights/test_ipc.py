@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.rollout.engine.base import Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.transport import Version
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.models import ModuleOwner, write_model
@@ -45,7 +46,7 @@ def test_an_engine_on_the_learners_gpu_reads_its_copy(tmp_path) -> None:
     sender = IpcSender(owner)
 
     async def scenario() -> None:
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir=directory,
             device="cuda",

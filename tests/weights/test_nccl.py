@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.errors import TransferMismatch
-from async_grpo.rollout.engine import Engine, EngineError, Sampling
+from async_grpo.rollout.engine.base import EngineError, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.transport import TornTransfer, Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
@@ -427,7 +428,7 @@ def test_faults(control: Control) -> None:
 class Serving:
     """A real engine, its event loop in a thread, and the model that it loaded."""
 
-    engine: Engine
+    engine: VllmEngine
     loop: asyncio.AbstractEventLoop
     model: torch.nn.Module
 
@@ -450,7 +451,7 @@ def serving(control: Control, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    start = Engine.start(
+    start = VllmEngine.start(
         config,
         model_dir=directory,
         device="cuda" if GPUS else "cpu",

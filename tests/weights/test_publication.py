@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout import kv_cache
-from async_grpo.rollout.engine import Completion, Engine, Sampling
-from async_grpo.rollout.kv_cache import CacheChoice
+from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
+from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import Receipt, Staged, TokenSequence, Version
 from tests.support import forkserver, nccl_over_gloo
@@ -316,7 +317,7 @@ class Published:
 class Serving:
     """A running engine, its event loop in a thread, and every version that it has served."""
 
-    engine: Engine
+    engine: VllmEngine
     loop: asyncio.AbstractEventLoop
     directory: str
     epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -344,7 +345,7 @@ class Engines:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._kind, self._next = directory, "", Engine.begin("cpu")
+        self._directory, self._kind, self._next = directory, "", VllmEngine.begin("cpu")
         self._serving: Serving | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -354,7 +355,7 @@ class Engines:
         if self._kind != kind:
             self.close()
             directory = write_model(self._directory / kind, tied=kind == "tied", ends=False)
-            start = Engine.start(
+            start = VllmEngine.start(
                 config_of(directory),
                 model_dir=directory,
                 device="cpu",
@@ -368,7 +369,7 @@ class Engines:
             self._kind, self._serving, self._next = (
                 kind,
                 Serving(engine, self._loop, directory),
-                Engine.begin("cpu"),
+                VllmEngine.begin("cpu"),
             )
         return self._serving
 
@@ -578,7 +579,7 @@ def test_kept_caches_mix_policies_but_not_records(
         assert np.abs(answer.completion.logprobs[start:end] - after[start:end]).mean() > VISIBLE
 
 
-async def salted(engine: Engine, prompt: list[int], salt: str) -> tuple[np.ndarray, np.ndarray]:
+async def salted(engine: VllmEngine, prompt: list[int], salt: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs of a request with a salt of ours, which is what `generate` does
     not do.
     """

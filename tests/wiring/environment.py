@@ -18,7 +18,7 @@ from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import with_tools
 from async_grpo.rollout.chat_format import chat_format_of
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks import pipe

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.rollout import host
-from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -112,8 +113,8 @@ async def _acted(config: Config) -> list[Any]:
     with ExitStack() as stack:
         for target, name, fake in (
             (AutoTokenizer, "from_pretrained", tokenizer),
-            (Engine, "start", start),
-            (Engine, "begin", lambda *arguments, **options: None),
+            (VllmEngine, "start", start),
+            (VllmEngine, "begin", lambda *arguments, **options: None),
             (host, "VerifierPool", pool),
         ):
             stack.enter_context(mock.patch.object(target, name, fake))
@@ -226,7 +227,7 @@ def served(config: Config) -> list[Any]:
 
 async def _served(config: Config) -> list[Any]:
     with mock.patch.dict(sys.modules, _vllm()), recorded_waits() as waits:
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir="directory",
             device="cuda",

@@ -18,7 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.contrib.warm_start import model as warm_start_model
 from async_grpo.contrib.warm_start.cache import warm_start
-from async_grpo.rollout.engine import Completion
+from async_grpo.rollout.engine.base import Completion
 from async_grpo.rollout.evaluator import EngineEvaluator
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task

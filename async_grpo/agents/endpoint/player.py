@@ -28,7 +28,7 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.chat_format import ChatFormat, Message
-from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
+from async_grpo.rollout.engine.base import Completion, Engine, Purpose, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay
 from async_grpo.rollout.session import Session
 from async_grpo.tasks.base import Problem

@@ -31,7 +31,7 @@ from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, after
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import ChatFormat, Message, Said
-from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, turn_room
 
 Sample = Callable[[list[int], Sampling], Awaitable[Completion]]

@@ -45,7 +45,7 @@ from async_grpo.agents.endpoint.served import ServedEpisode, ServedTurn
 from async_grpo.agents.endpoint.work import Work
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.engine.base import EngineError
 
 START_S, STOP_S, KEEP_ALIVE_S = 10.0, 2, 60
 MINUTE_S = 60.0

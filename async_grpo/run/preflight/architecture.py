@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.schema import Config, WarmStart
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine_arguments import engine_arguments
+from async_grpo.rollout.engine.vllm.arguments import engine_arguments
 from async_grpo.runtime.text import raised, shortened
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from async_grpo.learner import copies
 from async_grpo.learner.forward_choice import ALONE, RAISED
 from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
-from async_grpo.rollout.engine_arguments import set_environment
-from async_grpo.rollout.engine_support import TrialEngine, in_words, refusal
+from async_grpo.rollout.engine.vllm.arguments import set_environment
+from async_grpo.rollout.engine.vllm.support import TrialEngine, in_words, refusal
 from async_grpo.runtime.text import raised
 from async_grpo.weights.names import file_shapes
 

@@ -23,7 +23,7 @@ from async_grpo.learner.attention import heads_of
 from async_grpo.learner.batching import REPEATED
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
-from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb
+from async_grpo.rollout.engine.vllm.arguments import ENGINE_BYTES, kv_cache_gb
 from async_grpo.runtime.parts import needed
 from async_grpo.weights.transport import PACKED_BYTES
 

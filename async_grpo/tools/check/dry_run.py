@@ -32,7 +32,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine_arguments import kv_cache_gb, max_num_seqs
+from async_grpo.rollout.engine.vllm.arguments import kv_cache_gb, max_num_seqs
 from async_grpo.run.preflight.deadlines import too_short
 from async_grpo.run.preflight.memory import (
     ENGINE_CODE,

@@ -22,7 +22,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import STATUS, newest_run
-from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.host import EngineHost
 from async_grpo.run.checkpoint import directory
 from async_grpo.run.preflight.model import known_model, positions

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from async_grpo.rollout.speeds import AGAIN
+from async_grpo.rollout.engine.speeds import AGAIN
 from async_grpo.runtime.time_ledger import LearnerTime, spent
 from async_grpo.tools.predict.workload import Measured
 

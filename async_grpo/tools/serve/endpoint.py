@@ -26,7 +26,7 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import HasPlayers, Observation
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.host import EngineHost
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem

@@ -19,7 +19,7 @@ import pytest
 from async_grpo.agents.program import Program
 from async_grpo.agents.program_process import KEPT, _Pipes
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
-from async_grpo.rollout.engine import Sampling
+from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
 from async_grpo.tasks.base import TaskError
 from tests.support.programs import PLAIN, config_of, play, playing, script

@@ -22,7 +22,8 @@ from async_grpo.agents.endpoint.served import ServedEpisode
 from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.schema import Config
 from async_grpo.rollout.chat_format import PlainFormat
-from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.episodes import Episode
 from async_grpo.rollout.session import Session
 from async_grpo.weights.shared_memory import SharedMemorySender
@@ -54,7 +55,7 @@ class Served:
     together.
     """
 
-    def __init__(self, config: Config, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, config: Config, engine: VllmEngine, tokenizer: Any) -> None:
         self.config, self.engine = config, engine
         self.tokenizer, self.counts = tokenizer, Counter[str]()
         self.endpoint = Endpoint(config.endpoint, words=tokenizer.decode, counts=self.counts)
@@ -136,7 +137,7 @@ def test_log_probs_are_those_of_the_stamped_versions(tmp_path: Path) -> None:
     )
 
     async def scenario() -> list[Episode]:
-        engine = await Engine.start(
+        engine = await VllmEngine.start(
             config,
             model_dir=directory,
             device="cpu",

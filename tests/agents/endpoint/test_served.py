@@ -16,7 +16,7 @@ from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, parse
 from async_grpo.agents.endpoint.served import OWED_S, Reply, ServedEpisode
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import Message, PlainFormat, Said
-from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.episodes import as_rows
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served

@@ -17,7 +17,7 @@ import pytest
 
 from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.config.endpoint import EndpointConfig
-from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.engine.base import EngineError
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 

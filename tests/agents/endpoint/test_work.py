@@ -22,7 +22,7 @@ from async_grpo.agents.external import External
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import EngineError, Sampling
+from async_grpo.rollout.engine.base import EngineError, Sampling
 from async_grpo.rollout.episodes import Episode
 from async_grpo.tasks.base import Problem
 from tests.support.programs import config_of, served_player

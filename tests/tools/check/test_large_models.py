@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo.cluster.placement import PlacementError, place
 from async_grpo.config.load import load_config
-from async_grpo.rollout.engine_arguments import kv_cache_gb
+from async_grpo.rollout.engine.vllm.arguments import kv_cache_gb
 from async_grpo.run.preflight.memory import (
     engine_memory,
     learner_memory,

@@ -16,7 +16,7 @@ from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine import EngineError
+from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.host import EngineHost
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.preflight.model import positions

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo.rollout.speeds import Speeds, size
+from async_grpo.rollout.engine.speeds import Speeds, size
 from async_grpo.tools.predict.measure import Meter, relative_errors
 from async_grpo.tools.predict.workload import Measured, Workload
 from tests.support.plan_case import BASE, lines

@@ -59,7 +59,7 @@ class EarlyProcess:
         self.sentinel, child_w = os.pipe()
         child_r, self.writer = os.pipe()
         code = (
-            f"from async_grpo.rollout.early_process import main; main({os.getpid()}, "
+            f"from async_grpo.rollout.engine.vllm.early_process import main; main({os.getpid()}, "
             f"{self._tracker}, {child_r}, {[*modules]})"
         )
         command = [

@@ -1,15 +1,12 @@
-"""A vLLM engine that generates groups and takes new weights while it does.
+"""The engine of vLLM.
 
 Runs in: rollout actors (vLLM's EngineCore is a child process of theirs). Hides vLLM: its
 environment switches, request objects, log-prob containers, pause and resume. Token-in, token-out:
 no text enters or leaves.
 
-Invariants: `serving` is the label that new tokens carry; it changes only inside `receive`, between
-the load and the resume, and its version never falls. An engine whose weights may be a mixture stays
-paused. A response keeps its tokens over a publication. Every returned token has a finite log-prob
-under the distribution it was sampled from and a version stamped by the engine; anything else
-raises. Tokens are counted twice: as vLLM sees them arrive, and request by request, aborted ones
-included (vLLM forgets a request the moment it is aborted).
+Invariants, beside those of every engine (`base`): tokens are counted twice, as vLLM sees them
+arrive, and request by request, aborted ones included (vLLM forgets a request the moment it is
+aborted).
 """
 
 from __future__ import annotations
@@ -23,23 +20,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
-from async_grpo.rollout.early_process import EarlyProcess, environment
-from async_grpo.rollout.engine_arguments import engine_arguments, set_environment
-from async_grpo.rollout.engine_support import adapt, gpu_bytes
-from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
-from async_grpo.rollout.speeds import Speeds
+from async_grpo.rollout.engine.base import Completion, EngineError, Purpose, Sampling
+from async_grpo.rollout.engine.speeds import Speeds
+from async_grpo.rollout.engine.vllm.arguments import engine_arguments, set_environment
+from async_grpo.rollout.engine.vllm.early_process import EarlyProcess, environment
+from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice, Mode, cache_mode
+from async_grpo.rollout.engine.vllm.support import adapt, gpu_bytes
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
-from async_grpo.wire.codec import VersionSpan
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
-Purpose = Literal["rollouts", "probes", "evaluated"]
 HEALTH_S = 0.5
 
 
@@ -59,7 +55,7 @@ class CountedRequests:
         self.sampled: Counter[str] = Counter()
         """`total` by vLLM's own count, running requests included; and by purpose, of ended ones."""
         self.cut_off: dict[str, int] = {}
-        """Tokens of aborted requests for rollouts, by name, until `Engine.cut_off` asks."""
+        """Tokens of aborted requests for rollouts, by name, until `VllmEngine.cut_off` asks."""
 
     def logger(self) -> type:
         """Make a logger class that only adds up tokens, so that vLLM notes request times. It
@@ -134,52 +130,8 @@ def _ended(parent: Any) -> list[CompletionOutput]:
     return [] if parent is None else [one for one in parent.output_aggregator if one is not None]
 
 
-class EngineError(RuntimeError):
-    """The engine died, or returned a response that must not be trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included),
-    labels by span of tokens. finish_reason: "" for a partial response. first_token: when the
-    request's first token came, in Unix seconds. cached_tokens: of its prompt, which were not
-    computed again; salt: of the prefix cache, the label that was served when the request came.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    labels: list[tuple[str, int, int]]
-    finish_reason: str
-    first_token: float
-    cached_tokens: int = 0
-    salt: str = ""
-
-    @property
-    def versions(self) -> list[VersionSpan]:
-        """Policy versions by span. Raises ValueError for a label that is no version."""
-        return [
-            VersionSpan(parse_label(label).step, start, end) for label, start, end in self.labels
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters, as vLLM's; `seed` None draws from the engine's own generator.
-    repetition: (longest pattern, times) after which a response ends. ignore_eos: no token ends it.
-    """
-
-    n: int
-    max_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    repetition: tuple[int, int] | None = None
-    ignore_eos: bool = False
-
-
-class Engine:
-    """One vLLM AsyncLLM. Build it with `await Engine.start(...)`."""
+class VllmEngine:
+    """One vLLM AsyncLLM. Build it with `await VllmEngine.start(...)`."""
 
     def __init__(
         self,
@@ -213,7 +165,7 @@ class Engine:
         label: str,
         seed: int,
         early: EarlyProcess | None = None,
-    ) -> Engine:
+    ) -> VllmEngine:
         """Load `model_dir` on `cpu` or `cuda`, serving as `label`. early: from `begin`."""
         early = early or cls.begin(device)
         from vllm.config.weight_transfer import WeightTransferConfig
