@@ -59,7 +59,8 @@ class EngineHost:
     ) -> None:
         """cores: of the engine; those of its process where there are none."""
         self.actor_id = actor_id
-        self._config, self._model_dir, self._device = config, model_dir, device
+        self._config = config
+        self._model_dir, self._device = model_dir, device
         self._cores = set(cores)
         self._parts: Parts | None = None
         self._counts: Counter[str] = Counter()

@@ -347,7 +347,7 @@ def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[d
         learner.train(case.values, 0.0)
     for sums in sums_of:
         history.append({key: sums[key] - seen[key] for key in seen})
-        seen = sums
+        seen = {key: sums[key] for key in seen}
     return history
 
 
