@@ -35,7 +35,7 @@ SYSTEM = (
     "tests/cluster/test_rollout_actors.py",
     "tests/weights/test_faults.py",
     "tests/benchmarks/test_throughput.py",
-    "tests/benchmarks/test_staleness.py",
+    "tests/run/checkpoint/test_recorded_runs.py",
     "tests/weights/test_nccl.py",
     "tests/rollout/test_engine.py",
     "tests/tools/evaluate",
@@ -54,7 +54,6 @@ SYSTEM = (
     "tests/observe/test_bottleneck.py",
     "tests/replay/test_outstanding.py",
     "tests/tools/predict/test_rehearsal.py",
-    "tests/test_session.py",
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
 longest first, so that none of them is begun last."""
