@@ -92,7 +92,8 @@ LIBRARIES = {
     "agents.endpoint.server": "uvicorn starlette",
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
-    "learner": "torch deepspeed transformers peft numpy safetensors",
+    "learner": "torch transformers peft numpy safetensors",
+    "learner.backend.deepspeed": "torch deepspeed transformers",
     "learner.forward_choice": "torch transformers numpy huggingface_hub",  # one of its errors
     "run.checkpoint": "",
     "tools.predict": "",

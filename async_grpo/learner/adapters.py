@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from async_grpo.config.schema import Lora, Model
 from async_grpo.errors import SetupError
-from async_grpo.learner import zero
+from async_grpo.learner.backend.deepspeed import division
 from async_grpo.learner.experts import blocks
 from async_grpo.learner.storage_writes import Writes
 
@@ -197,7 +197,7 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
 def base(hf: PreTrainedModel) -> dict[str, str]:
     """Return the directory of the weights under the adapters, and their fingerprint. Collective."""
     total = hashlib.sha256()
-    for name, tensor in zero.whole(hf):
+    for name, tensor in division.whole(hf):
         if ".lora_" not in name:
             total.update(name.encode())
             total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -213,8 +213,8 @@ def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
         for part, factor in zip("AB", factors(layer)[:2], strict=True)
     ]
     tensors: dict[str, Tensor] = {}
-    for bucket in zero.buckets(named, lambda item: (item[1],)):
-        with zero.gathered([factor for _, factor in bucket]):
+    for bucket in division.buckets(named, lambda item: (item[1],)):
+        with division.gathered([factor for _, factor in bucket]):
             tensors |= {
                 name: factor.detach().to("cpu", copy=True).contiguous()
                 for name, factor in bucket

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from async_grpo.learner import zero
+from async_grpo.learner.backend.deepspeed import division
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 """Names that configurations give the number of experts of a token."""
@@ -54,7 +54,7 @@ class Block:
                 yield from ((f"{self.name}.{child}.{key}", one) for key, one in own.items())
 
     def _has_rows(self, weight: nn.Parameter) -> bool:
-        return zero.full_shape(weight)[0] == self.experts > 1
+        return division.full_shape(weight)[0] == self.experts > 1
 
 
 def blocks(hf: nn.Module) -> Iterator[Block]:
@@ -64,7 +64,7 @@ def blocks(hf: nn.Module) -> Iterator[Block]:
         if isinstance(experts, nn.ModuleList):
             count = len(experts)
         elif isinstance(experts, nn.Module):
-            shapes = [zero.full_shape(one) for one in experts.parameters(recurse=False)]
+            shapes = [division.full_shape(one) for one in experts.parameters(recurse=False)]
             count = max((shape[0] for shape in shapes if len(shape) == 3), default=0)
         else:
             continue
@@ -92,8 +92,6 @@ def gather_whole(hf: PreTrainedModel) -> None:
     """Let ZeRO-3 gather a block's weights together: ranks route tokens to different experts, and
     would wait for each other where one needs an expert that another does not.
     """
-    from deepspeed.utils import set_z3_leaf_module
-
     for block in blocks(hf):
         if isinstance(block.held, nn.ModuleList):
-            set_z3_leaf_module(block.module, True)
+            division.gather_together(block.module)

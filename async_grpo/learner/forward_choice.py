@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from async_grpo.errors import SetupError
@@ -201,12 +201,17 @@ def _copy(
 
 def _logprobs(policy: PolicyModel, packs: list[list[PackedRow]]) -> np.ndarray:
     """Log-probs of all responses' tokens, row by row."""
-    return np.concatenate([values for chunk in packs for values in by_row(policy, chunk)])
+    device = next(policy.parameters()).device
+    return np.concatenate([values for chunk in packs for values in by_row(policy, chunk, device)])
 
 
-def by_row(policy: nn.Module, chunk: list[PackedRow]) -> Iterator[np.ndarray]:
-    """Yield the log-probs of each row of a pack. policy: the model, or what runs it."""
-    packed = pack(chunk, next(policy.parameters()).device)
+def by_row(
+    policy: Callable[..., tuple[Tensor, Tensor | None]],
+    chunk: list[PackedRow],
+    device: torch.device,
+) -> Iterator[np.ndarray]:
+    """Yield the log-probs of each row of a pack. policy: the model, or what runs it there."""
+    packed = pack(chunk, device)
     with torch.no_grad():
         values = policy(packed, 1.0, False)[0].float().cpu().numpy()
     ends = np.cumsum([len(chunk[index][2]) for index in packed.order])

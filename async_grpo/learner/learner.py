@@ -1,11 +1,10 @@
 """One DeepSpeed rank: prepare and train a learner step, weights out, checkpoints.
 
 Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan.
-Hides DeepSpeed and its ZeRO stages; the formulas are `token_math`'s. Invariants:
+Hides the backend (`backend`); the formulas are `token_math`'s. Invariants:
 
 - The gradient of an update is that of the plan's rows and weights, whatever their split into
-  micro-batches and ranks: weights hold the global normalisers, so losses are added, and the factor
-  `world_size` undoes DeepSpeed's mean over ranks.
+  micro-batches and ranks: weights hold the global normalisers, so losses are added.
 - All ranks run the same number of forward and backward passes; a rank without rows runs a dummy
   token with loss 0.
 - A non-finite loss or gradient norm ends the update on every rank.
@@ -29,10 +28,13 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.algo.step_size import EffectiveStep
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
-from async_grpo.learner import adapters, checkpoint, zero
+from async_grpo.learner import adapters, checkpoint
 from async_grpo.learner.attention import heads_of, takes_segments
+from async_grpo.learner.backend.base import Backend, TrainedModel
+from async_grpo.learner.backend.deepspeed import division
+from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
-from async_grpo.learner.experts import gather_whole
+from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
@@ -48,7 +50,6 @@ from async_grpo.learner.rows import (
 from async_grpo.learner.token_math import TokenMath, UpdateFacts, compare_sampler
 from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published
-from async_grpo.learner.zero import Collectives
 from async_grpo.weights.names import check_names, file_shapes
 from async_grpo.wire import codec
 
@@ -90,7 +91,10 @@ class Learner:
         """
         self.config, self.device = config, device
         self._fetch, self._total_updates = fetch, total_updates
-        zero.start(device, timeout_s=config.watchdog.step_timeout_s)
+        wanted = config.model.dtype
+        exact = wanted == "float32" or (wanted == "auto" and device == "cpu")
+        self._dtype = torch.float32 if exact else torch.bfloat16
+        self._backend: Backend = DeepspeedBackend(config, dtype=self._dtype, device=device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.updates = 0
         self._reference_moved = False
@@ -98,56 +102,32 @@ class Learner:
         self._rows: dict[RowKey, LearnerRow] = {}
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
-        wanted = config.model.dtype
-        exact = wanted == "float32" or (wanted == "auto" and device == "cpu")
-        self._dtype = torch.float32 if exact else torch.bfloat16
-        self.sharded = config.learner.zero_stage == 3
+        self.sharded = self._backend.sharded
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
         self._lr_factor = 1.0
         self._effective = EffectiveStep() if config.learner.ess_step_size else None
         self._choices: dict[str, Choice] = {}
-        self.engine = self._build_policy(model_dir)
+        self.policy = self._build_policy(model_dir)
         files = file_shapes(model_dir)
         keeps = self.rank == 0 or not self.sharded
-        self._published = Published(self.engine.module.hf, keeps=keeps, files=files)
-        tied = _module(self.engine).tied
+        self._published = Published(self.policy.module.hf, keeps=keeps, files=files)
+        tied = _module(self.policy).tied
         check_names(files, self._published.metadata(), tied=tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
 
-    def _build_policy(self, model_dir: str) -> Any:
-        """Return the DeepSpeed engine around the trained model."""
-        import deepspeed
-
+    def _build_policy(self, model_dir: str) -> TrainedModel:
+        """Return the model that is trained."""
         learner = self.config.learner
-        settings = zero.deepspeed_config(
-            self.config, dtype=self._dtype, world_size=self.world_size, device=self.device
-        )
-        model = self._load(
-            model_dir, settings, gradient_checkpointing=learner.gradient_checkpointing
-        )
+        model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         model.offloads = learner.activation_offload
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        beta1, beta2 = learner.betas
-        optimizer = torch.optim.AdamW(
-            trained,
-            lr=learner.lr,
-            betas=(beta1, beta2),
-            weight_decay=learner.weight_decay,
-            fused=True,  # else temporary tensors of the optimizer's size
-        )
-        if self.sharded:
-            gather_whole(model.hf)
-        if learner.zero_stage == 0:
-            optimizer.register_step_pre_hook(self._clip_gradients)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        engine.train()
-        self._confirm(engine, model_dir)
+        trained = self._backend.train(model)
+        self._confirm(trained, model_dir)
         if learner.compile:
             model.compile_layers()
-        return engine
+        return trained
 
     def _confirm(self, engine: Any, model_dir: str) -> None:
         """Compare the chosen forward pass of the loaded model with the model's own, and prepare for
@@ -158,7 +138,9 @@ class Learner:
         def logprobs(one: ForwardPass, rows: list[PackedRow]) -> list[np.ndarray]:
             policy.use(one)
             packs = [[row] for row in rows] if one.rows == "alone" else [rows]
-            return [values for chunk in packs for values in by_row(engine, chunk)]
+            return [
+                values for chunk in packs for values in by_row(engine, chunk, self._torch_device)
+            ]
 
         choice = confirm(
             logprobs,
@@ -178,19 +160,14 @@ class Learner:
         """Return the reference model; None without one, or where it is the policy without its
         adapters.
         """
-        import deepspeed
-
         settings = self.config.model
         is_base = settings.lora is not None and settings.reference is None
         if is_base or not self.config.algorithm.uses_reference:
             return None
-        frozen = zero.reference_config(
-            dtype=self._dtype, world_size=self.world_size, device=self.device
-        )
         directory = settings.reference or model_dir
-        model = self._load(directory, frozen, gradient_checkpointing=False)
+        model = self._load(directory, gradient_checkpointing=False, frozen=True)
         model.requires_grad_(False).eval()
-        shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
+        shapes = [division.full_shape(parameter) for parameter in model.parameters()]
         policy = [shape for _, shape, _ in self._published.metadata()]
         if settings.reference_refresh_steps and shapes != policy:
             raise ValueError(
@@ -198,18 +175,14 @@ class Learner:
                 "model.reference is of another architecture; set it to 0, or use a reference of "
                 "the policy's architecture"
             )
-        if self.sharded:
-            engine = deepspeed.initialize(model=model, config=frozen)[0]
-            engine.eval()
-        else:
-            engine = model.to(self._torch_device)
-        self._confirm(engine, directory)
-        return engine
+        reference = self._backend.freeze(model)
+        self._confirm(reference, directory)
+        return reference
 
     def _load(
-        self, directory: str, settings: dict[str, Any], *, gradient_checkpointing: bool
+        self, directory: str, *, gradient_checkpointing: bool, frozen: bool = False
     ) -> PolicyModel:
-        """Load a model. settings: DeepSpeed's, by which stage 3 divides it."""
+        """Load a model."""
         return load_model(
             directory,
             dtype=self._dtype,
@@ -217,7 +190,7 @@ class Learner:
             trust_remote_code=self.config.model.trust_remote_code,
             float32_head=self.config.model.lm_head_fp32,
             forward_pass=self._choose(directory).forward_pass,
-            sharded=settings if self.sharded else None,
+            divided=self._backend.loading(frozen=frozen),
         )
 
     def _choose(self, directory: str) -> Choice:
@@ -265,7 +238,7 @@ class Learner:
             self._metrics.add_value("time/learner_reference", watch.seconds)
         if algorithm.anchor == "recomputed":
             with Stopwatch() as watch:
-                anchors = self._no_grad_logprobs(self.engine, tokens)
+                anchors = self._no_grad_logprobs(self.policy, tokens)
                 for row, values in zip(rows, anchors, strict=True):
                     row.anchor = values
             self._metrics.add_value("time/learner_anchor", watch.seconds)
@@ -298,7 +271,7 @@ class Learner:
             self._plan, self._rows = None, {}
         every = self.config.model.reference_refresh_steps
         if every and plan.step % every == 0:
-            zero.copy_parameters(self.engine.module, _module(self._reference))
+            division.copy_parameters(self.policy.module, _module(self._reference))
             self._reference_moved = True
         return self._metrics.to_wire()
 
@@ -313,7 +286,7 @@ class Learner:
             prepared = ahead(self._prepare, micro_batches, device=self._torch_device)
             for one, selection in zip(prepared, selections, strict=True):
                 loss = self._loss(one, selection, unmoved=index == 0)
-                self.engine.backward(loss * self.world_size)
+                self.policy.backward(loss)
                 losses.append(loss.detach())
             total = self._checked_total(torch.stack(losses), micro_batches)
             lr = self._step()
@@ -375,7 +348,7 @@ class Learner:
         Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
         backward hooks between ranks, which depends on the outputs that the loss uses.
         """
-        packed = self._pack(self.engine, [self._rows[row.key].tokens for row in planned])
+        packed = self._pack(self.policy, [self._rows[row.key].tokens for row in planned])
         ordered = [planned[position] for position in packed.order if planned]
         batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
         return Prepared(len(planned), packed, batch)
@@ -383,7 +356,7 @@ class Learner:
     def _forward(self, ready: Prepared, *, with_entropy: bool) -> Pass:
         """Run the policy over a micro-batch."""
         temperature = self.config.rollout.temperature
-        logprobs, entropy = self.engine(ready.packed, temperature, with_entropy)
+        logprobs, entropy = self.policy(ready.packed, temperature, with_entropy)
         return Pass(ready.packed, ready.batch, logprobs, entropy)
 
     def _pack(self, model: Any, rows: list[PackedRow]) -> Packed:
@@ -433,19 +406,9 @@ class Learner:
                 total=self._total_updates,
             )
         )
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        self.engine.step()
-        if settings.zero_stage > 0:
-            self._grad_norm = float(self.engine.get_global_grad_norm())
+        self._grad_norm = self.policy.step(lr)
         self.updates += 1
         return lr
-
-    def _clip_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Clip and measure gradients before plain AdamW steps (stage 0): DeepSpeed does neither."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
-        self._grad_norm = float(norm)
 
     def logprobs(
         self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None
@@ -456,17 +419,17 @@ class Learner:
         rows = [
             response_row(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences
         ]
-        return self._no_grad_logprobs(self.engine, rows, temperature=temperature)
+        return self._no_grad_logprobs(self.policy, rows, temperature=temperature)
 
     def _reference_logprobs(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probs of the reference model, or of the policy without its adapters."""
         if self._reference is not None:
             return self._no_grad_logprobs(self._reference, rows)
-        with adapters.switched_off(self.engine.module):
-            return self._no_grad_logprobs(self.engine, rows)
+        with adapters.switched_off(self.policy.module):
+            return self._no_grad_logprobs(self.policy, rows)
 
     def _no_grad_logprobs(
-        self, model: torch.nn.Module, rows: list[PackedRow], *, temperature: float | None = None
+        self, model: Any, rows: list[PackedRow], *, temperature: float | None = None
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
@@ -513,28 +476,30 @@ class Learner:
         exact `load`, into one directory or one per rank. Raises StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
-        checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
+        self.policy.save(directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
             reference = _module(self._reference)
             checkpoint.save_reference(
-                zero.metadata(reference), zero.whole(reference), directory, rank=self.rank
+                division.metadata(reference), division.whole(reference), directory, rank=self.rank
             )
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save`, a refreshed reference included; its `state`. Raises ValueError for
         another ZeRO stage or dtype, other ranks with stage 3, or a missing file.
         """
-        saved = checkpoint.load(self.engine, directory, rank=self.rank, layout=self._layout())
+        saved = self.policy.load(directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
         self._reference_moved = saved["reference_moved"] and self._reference is not None
         if self._reference_moved:
-            checkpoint.load_reference(_module(self._reference), directory, writable=zero.gathered)
+            checkpoint.load_reference(
+                _module(self._reference), directory, writable=division.gathered
+            )
         return saved["state"]
 
     @cached_property
     def _base(self) -> dict[str, str] | None:
         """What stands under adapters, and never changes; None without any. Collective."""
-        return None if self.config.model.lora is None else adapters.base(self.engine.module.hf)
+        return None if self.config.model.lora is None else adapters.base(self.policy.module.hf)
 
     def _layout(self) -> dict[str, Any]:
         model = self.config.model
@@ -551,7 +516,7 @@ class Learner:
         """Write the model for `from_pretrained` (safetensors and config, no tokenizer), and its
         adapters in `adapter/`. Collective. Raises StorageFailure, on every rank.
         """
-        hf = self.engine.module.hf
+        hf = self.policy.module.hf
         checkpoint.export(
             hf, self.weight_metadata(), self.named_weights(), directory, rank=self.rank
         )
@@ -561,8 +526,8 @@ class Learner:
     def bytes_to_save(self) -> int:
         """Bytes that this rank writes with `save` and `export`, at most."""
         counts = [
-            (torch.Size(zero.full_shape(parameter)).numel(), parameter.requires_grad)
-            for parameter in self.engine.module.parameters()
+            (torch.Size(division.full_shape(parameter)).numel(), parameter.requires_grad)
+            for parameter in self.policy.module.parameters()
         ]
         trained = sum(count for count, requires_grad in counts if requires_grad)
         lora, first = self.config.model.lora is not None, self.rank == 0
@@ -578,15 +543,11 @@ class Learner:
 
     def close(self) -> None:
         """Free the model and leave the process group."""
-        import deepspeed
-
         self._plan, self._rows = None, {}
-        self.engine.destroy()
-        if self.sharded and self._reference is not None:
-            self._reference.destroy()
+        self.policy.close()
         self._reference = None
-        del self.engine
-        deepspeed.comm.destroy_process_group()
+        del self.policy
+        self._backend.close()
 
 
 def _module(model: Any) -> PolicyModel:

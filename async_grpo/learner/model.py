@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,8 +42,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_grpo.errors import SetupError
-from async_grpo.learner import zero
 from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
+from async_grpo.learner.backend.deepspeed import division
 from async_grpo.learner.head import LogprobHead, OwnLogits
 from async_grpo.learner.packing import Packed
 
@@ -105,7 +105,7 @@ class PolicyModel(nn.Module):
             )
         self.tied = head.weight is embedding.weight
         """Whether the head's weight is that of the embedding."""
-        self.vocab_size = zero.full_shape(head.weight)[0]
+        self.vocab_size = division.full_shape(head.weight)[0]
         hf.set_output_embeddings(LogprobHead(head, float32=float32_head))
         self.forward_pass = forward_pass
         self._own: OwnLogits | None = None
@@ -261,14 +261,13 @@ def load_model(
     trust_remote_code: bool,
     float32_head: bool,
     forward_pass: ForwardPass = PACKED,
-    sharded: dict[str, Any] | None = None,
+    divided: AbstractContextManager[None] | None = None,
 ) -> PolicyModel:
-    """Load a causal language model, dropout off. sharded: DeepSpeed's settings, of stage 3, by
-    which all ranks together hold the model from the beginning. Raises ValueError for a model that
-    is none.
+    """Load a causal language model, dropout off. divided: inside of it, all ranks together hold
+    the model from the beginning. Raises ValueError for a model that is none.
     """
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    with zero.divided(sharded):
+    with divided or nullcontext():
         hf = model_class(config).from_pretrained(
             directory,
             dtype=dtype,
@@ -280,7 +279,7 @@ def load_model(
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
     policy = PolicyModel(hf, float32_head=float32_head, forward_pass=forward_pass)
-    policy.in_step = sharded is not None
+    policy.in_step = divided is not None
     return policy
 
 

@@ -42,8 +42,8 @@ from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, select_top_share, token_hashes
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import RowKey, RowValue
+from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.rows import LearnerRow, TokenBatch, known
-from async_grpo.learner.zero import Collectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_grpo.learner import adapters, zero
+from async_grpo.learner import adapters
+from async_grpo.learner.backend.deepspeed import division
 from async_grpo.learner.file_names import FileNames, Part, Shape
 
 ZERO_RMS = 0.02
@@ -77,7 +78,9 @@ class Published:
         kept = hf.state_dict().keys()
         weights += [_Weight(name, one) for name, one in hf.named_buffers() if name in kept]
         self._names = FileNames(
-            hf, [(one.name, zero.full_shape(one.base), one.base.dtype) for one in weights], files
+            hf,
+            [(one.name, division.full_shape(one.base), one.base.dtype) for one in weights],
+            files,
         )
         by_name = {one.name: one for one in weights}
         parts = [(part, [by_name[name] for name in part.weights]) for part in self._names.parts]
@@ -101,8 +104,8 @@ class Published:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield weights, each valid until the next. Collective with ZeRO-3: all ranks exhaust."""
-        for bucket in zero.buckets(self._parts, _parameters):
-            with zero.gathered([parameter for one in bucket for parameter in _parameters(one)]):
+        for bucket in division.buckets(self._parts, _parameters):
+            with division.gathered([parameter for one in bucket for parameter in _parameters(one)]):
                 for part, own in bucket:
                     yield from self._names.split(part, [one.merged() for one in own]).items()
 
@@ -113,7 +116,7 @@ class Published:
         floating = [one for _, own in self._parts for one in own if one.base.is_floating_point()]
         try:
             for one in floating:
-                with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
+                with torch.no_grad(), division.gathered(one.parameters()[:1], modify=True):
                     if self._keeps:
                         weight = one.base.data
                         kept[one.name] = weight.to("cpu", copy=True)
@@ -121,7 +124,7 @@ class Published:
             yield
         finally:
             for one in floating:
-                with torch.no_grad(), zero.gathered(one.parameters()[:1], modify=True):
+                with torch.no_grad(), division.gathered(one.parameters()[:1], modify=True):
                     if one.name in kept:
                         one.base.data.copy_(kept[one.name])
 

@@ -240,8 +240,8 @@ def state_digests(learner: Any) -> tuple[str, str]:
                 digest.update(str(key).encode())
                 add(value[key])
 
-    optimizer = learner.engine.optimizer
-    add(dict(learner.engine.module.state_dict()))
+    optimizer = learner.policy.engine.optimizer
+    add(dict(learner.policy.module.state_dict()))
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     assert states, "the optimizer's averages are not where this looks"
     add({index: state for index, state in enumerate(states)})

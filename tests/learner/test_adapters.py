@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Model
-from async_grpo.learner import adapters, zero
+from async_grpo.learner import adapters
+from async_grpo.learner.backend.deepspeed import division
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import response_row
@@ -157,7 +158,7 @@ def slow(
 
 def whole_parameters(learner: Learner) -> dict[str, torch.Tensor]:
     """All parameters as the learner holds them, adapters apart."""
-    return {name: tensor.clone() for name, tensor in zero.whole(learner.engine.module.hf)}
+    return {name: tensor.clone() for name, tensor in division.whole(learner.policy.module.hf)}
 
 
 def check_untrained(
@@ -296,11 +297,11 @@ def check_offload(learner: Learner, variant: str, stage: int) -> None:
     wanted = "offload" in variant
     if stage == 3:
         assert (
-            learner.engine.optimizer.offload_optimizer,
-            learner.engine.optimizer.offload_param,
+            learner.policy.engine.optimizer.offload_optimizer,
+            learner.policy.engine.optimizer.offload_param,
         ) == (wanted, wanted)
     elif stage:
-        assert getattr(learner.engine.optimizer, "cpu_offload", False) == wanted
+        assert getattr(learner.policy.engine.optimizer, "cpu_offload", False) == wanted
 
 
 def check_export(
@@ -394,11 +395,11 @@ def test_only_a_bucket_of_the_model_is_whole(
     with open_learner(
         config_of("lora", 3), models, case_of(models, "lora"), name="lora"
     ) as learner:
-        parameters = list(learner.engine.module.parameters())
-        total = sum(int(np.prod(zero.full_shape(parameter))) for parameter in parameters)
+        parameters = list(learner.policy.module.parameters())
+        total = sum(int(np.prod(division.full_shape(parameter))) for parameter in parameters)
         expected, most = copy_weights(learner), []
         for limit in (2**28, 2**14):
-            monkeypatch.setattr(zero, "_GATHER_BYTES", limit)
+            monkeypatch.setattr(division, "_GATHER_BYTES", limit)
             at_once = []
             for name, weight in learner.named_weights():
                 assert torch.equal(weight, expected[name])
@@ -415,10 +416,10 @@ def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
         ) as learner:
             taken = {
                 id(parameter)
-                for group in learner.engine.optimizer.param_groups
+                for group in learner.policy.engine.optimizer.param_groups
                 for parameter in group["params"]
             }
-            named = dict(learner.engine.module.hf.named_parameters())
+            named = dict(learner.policy.module.hf.named_parameters())
             assert {name for name in named if wanted in name} <= {
                 name for name, parameter in named.items() if id(parameter) in taken
             }

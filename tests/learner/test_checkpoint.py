@@ -117,7 +117,7 @@ def check_devices(learner: Learner, directory: Path) -> None:
     """A kernel that updates all of a group's state at once takes it from one device. Meta stands in
     for a GPU: what is filled from the files lies where the weights do.
     """
-    real = learner.engine.optimizer
+    real = learner.policy.engine.optimizer
     flats = [
         torch.empty_like(flat, device="meta")
         for group in real.optimizer.param_groups

@@ -87,7 +87,7 @@ def test_compiled_layers_train_as_plain_ones_do_in_a_few_graphs(
         assert_close(copy_weights(learner), weights)
         compiled = graphs()
         for packed in packs(0):
-            learner.engine(packed, 1.0, False)
+            learner.policy(packed, 1.0, False)
         assert graphs() == compiled, "every number of tokens has a graph of its own"
     assert 0 < compiled <= 12, (
         "four parts of a layer, with and without gradients, and for a pack of one token"

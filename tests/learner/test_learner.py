@@ -25,14 +25,14 @@ from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, StalenessError
 from async_grpo.learner import head as head_module
-from async_grpo.learner import zero
+from async_grpo.learner.backend.deepspeed import process as joining
+from async_grpo.learner.backend.deepspeed.settings import deepspeed_config
 from async_grpo.learner.batching import RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.rows import learning_rate
 from async_grpo.learner.weights import ZERO_RMS
-from async_grpo.learner.zero import deepspeed_config
 from tests.support.learners import (
     SHARD_ALL,
     TEMPERATURE,
@@ -188,7 +188,7 @@ def test_the_port_of_the_rendezvous_is_held_until_the_ranks_meet(
         ("MASTER_LISTEN_FD", str(process._listener.detach())),
     ):
         monkeypatch.setenv(name, value)
-    store = zero._store(0, 1, timedelta(seconds=20))
+    store = joining._store(0, 1, timedelta(seconds=20))
     store.set("rank 0", "is here")
     assert (store.port, "MASTER_LISTEN_FD" in os.environ) == (port, False)
     assert TCPStore(host, port, timeout=timedelta(seconds=20)).get("rank 0") == b"is here"
@@ -227,7 +227,7 @@ def test_gradient_checkpointing_and_a_chunked_head_change_nothing(
         assert_history(train(learner, case, [split(range(12), 2)]), history)
         assert_close(copy_weights(learner), weights)
         # without temporary tensors, and on a GPU in one kernel
-        assert all(group["fused"] for group in learner.engine.optimizer.param_groups)
+        assert all(group["fused"] for group in learner.policy.engine.optimizer.param_groups)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

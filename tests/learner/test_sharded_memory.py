@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.learner import drafts, weight_files, zero
+from async_grpo.learner import drafts, weight_files
+from async_grpo.learner.backend.deepspeed import division, process
 from async_grpo.learner.checkpoint import Saving
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel, load_model
@@ -78,21 +79,23 @@ def rank_main(rank: int, world: int, port: int, small: str, large: str, target: 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
     torch.set_num_threads(1)
     set_rank(rank, world, port)
-    zero.start("cpu", timeout_s=120)
+    process.start("cpu", timeout_s=120)
     _loaded(small, world)  # imports
-    zero._GATHER_BYTES = BUCKET
+    division._GATHER_BYTES = BUCKET
     with Peak() as loading:
         model = _loaded(large, world)
-    shapes = [torch.Size(zero.full_shape(parameter)).numel() for parameter in model.parameters()]
+    shapes = [
+        torch.Size(division.full_shape(parameter)).numel() for parameter in model.parameters()
+    ]
     share, largest = 4 * sum(shapes) // world, 4 * max(shapes)
     assert share > 3 * (largest + SLACK), "the model is too small to tell"
     with Peak() as publishing:
         names = [name for name, _ in Published(model.hf, keeps=False).named()]
     assert len(names) == len(shapes)
-    metadata, out = zero.metadata(model), Writes()
+    metadata, out = division.metadata(model), Writes()
     with Peak() as exporting:
         weight_files.write(
-            metadata, zero.whole(model), Path(target), rank=rank, ranks=world, out=out
+            metadata, division.whole(model), Path(target), rank=rank, ranks=world, out=out
         )
     out.agree()
     found = {"loading": loading.bytes, "publishing": publishing.bytes, "exporting": exporting.bytes}
@@ -154,7 +157,7 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     torch.set_num_threads(1)
     set_rank(rank, world, port)
     drafts.SEGMENT_DIR = Path(target)  # a disk: memory files are no anonymous memory either
-    zero._GATHER_BYTES = BUCKET
+    division._GATHER_BYTES = BUCKET
     config = make_config(
         model={"path": large},
         learner={"zero_stage": 3, "ranks": world},
@@ -164,9 +167,9 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     try:
         numbers = sum(torch.Size(shape).numel() for _, shape, _ in learner.weight_metadata())
         row = (np.arange(3, 9), np.arange(9, 20))
-        logprobs, _ = learner.engine(pack([response_row(*row)], torch.device("cpu")), 1.0, False)
-        learner.engine.backward(logprobs.sum())
-        learner.engine.step()
+        logprobs, _ = learner.policy(pack([response_row(*row)], torch.device("cpu")), 1.0, False)
+        learner.policy.engine.backward(logprobs.sum())
+        learner.policy.engine.step()
         saving = Saving(learner, key="k")
         with Peak() as first:
             written = saving.write(target, {})

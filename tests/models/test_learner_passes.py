@@ -68,7 +68,7 @@ def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) ->
         splits = [RANK_SPLITS[rank]] * 2
         settings = config(3, ranks=2, gradient_checkpointing=True)
         with open_learner(settings, models, case, port=ports[2 * number], **place) as learner:
-            assert learner.engine.module.forward_pass.rows == PASSES[name]
+            assert learner.policy.module.forward_pass.rows == PASSES[name]
             assert_history(train(learner, case, splits), history)
             learner.save(f"{path}/{name}", {"step": 7})
             train(learner, case, splits)

@@ -166,14 +166,14 @@ class WatchedOwner:
 
     def live(self) -> int:
         """Bytes of parameters that this rank holds whole."""
-        parameters = list(self.learner.engine.module.parameters())
+        parameters = list(self.learner.policy.module.parameters())
         assert all(hasattr(parameter, "ds_status") for parameter in parameters)
         return sum(
             p.ds_numel * p.element_size() for p in parameters if p.ds_status.name == "AVAILABLE"
         )
 
     def total(self) -> int:
-        return sum(p.ds_numel * p.element_size() for p in self.learner.engine.module.parameters())
+        return sum(p.ds_numel * p.element_size() for p in self.learner.policy.module.parameters())
 
 
 def overlapped(owner: WatchedOwner, ends: list[float]) -> list[bool]:
@@ -196,11 +196,11 @@ def overlapped(owner: WatchedOwner, ends: list[float]) -> list[bool]:
 
 def zero3_rank(rank: int, port: int, directory: str, scratch: str) -> None:
     """One of two learner ranks; rank 0's process also holds the receiver."""
-    from async_grpo.learner import zero
+    from async_grpo.learner.backend.deepspeed import division
     from async_grpo.learner.learner import Learner
 
     nccl_over_gloo.install()
-    zero._GATHER_BYTES = BUFFER_BYTES // 2
+    division._GATHER_BYTES = BUFFER_BYTES // 2
     set_rank(rank, 2, port)
     if GPUS:  # a rank of a run sees its GPU alone; these see all, and DeepSpeed takes this one
         os.environ["LOCAL_RANK"] = str(rank)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.learner import zero
 from async_grpo.learner.adapters import restrict
+from async_grpo.learner.backend.deepspeed import backend
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
@@ -53,7 +53,7 @@ def trained(config: Config) -> Any:
     loader were given; or why a row was refused.
     """
     set_rank(0, 1, free_port())
-    case, load, real = _case(), AutoModelForCausalLM.from_pretrained, zero.deepspeed_config
+    case, load, real = _case(), AutoModelForCausalLM.from_pretrained, backend.deepspeed_config
     asked: list[Any] = []
 
     def loading(directory: str, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def trained(config: Config) -> Any:
 
     with (
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", loading),
-        mock.patch.object(zero, "deepspeed_config", settings),
+        mock.patch.object(backend, "deepspeed_config", settings),
         mock.patch.object(gc, "collect", lambda: 0),  # DeepSpeed's, a second each with bfloat16
         mock.patch.object(PolicyModel, "compile_layers", lambda model: asked.append("compiled")),
     ):
@@ -81,7 +81,7 @@ def trained(config: Config) -> Any:
         names = ("loss", "grad_norm", "lr")
         updates = [[one[f"train/{name}"] for name in names] for one in sums_of]
         moved = [float(tensor.double().abs().sum()) for tensor in copy_weights(learner).values()]
-        model = learner.engine.module
+        model = learner.policy.module
         recomputes = [model.hf.is_gradient_checkpointing, model.offloads]
         again = learner.prepare(plan)
         return [sums, updates, moved, recomputes, again, asked]

@@ -1,0 +1,61 @@
+"""Sums over the learner ranks.
+
+Runs in: learner ranks. Hides the device from which the process group communicates. Invariant: all
+ranks make the same calls in the same order, and get the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collectives:
+    """Sums, maxima and concatenations over the ranks. device: where the group's tensors must lie
+    ("cpu" for gloo, a CUDA device for NCCL).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._world_size = device, dist.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, in its shape and on its device."""
+        total = tensor.to(self._device, copy=True)
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
+    def maximum(self, value: int) -> int:
+        """Return the largest value of any rank."""
+        tensor = torch.tensor(value, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def largest(self, value: float) -> float:
+        """Return the largest value of any rank; nan if one has nan."""
+        tensor = torch.tensor(value, dtype=torch.float64, device=self._device)
+        values = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(values, tensor)
+        return float(torch.stack(values).max())
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate over the ranks along the first dimension, whose length may differ."""
+        lengths = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
+        lengths[dist.get_rank()] = len(tensor)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, *tensor.shape[1:], dtype=tensor.dtype, device=self._device)
+        padded[: len(tensor)] = tensor.to(self._device)
+        parts = [torch.empty_like(padded) for _ in range(self._world_size)]
+        dist.all_gather(parts, padded)
+        pairs = zip(parts, lengths.tolist(), strict=True)
+        return torch.cat([part[:length] for part, length in pairs]).to(tensor.device)
+
+    def union(self, values: Sequence[int]) -> list[int]:
+        """Merge the values of all ranks, sorted, each once."""
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, list(values))
+        return sorted({value for part in gathered for value in part})
