@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_grpo.learner import checkpoint, drafts
+from async_grpo.learner import drafts
+from async_grpo.learner.backend.deepspeed import files
 from async_grpo.learner.checkpoint import Saving
 from async_grpo.learner.learner import Learner
 from async_grpo.runtime.storage import StorageFailure
@@ -130,7 +131,7 @@ def check_devices(learner: Learner, directory: Path) -> None:
         param_names=real.param_names,
         _param_slice_mappings=real._param_slice_mappings,
     )
-    checkpoint._load_optimizer(
+    files._load_optimizer(
         SimpleNamespace(optimizer=optimizer), directory / "learner", saved_ranks=1
     )
     held = {key: value.device.type for flat in flats for key, value in state[flat].items()}

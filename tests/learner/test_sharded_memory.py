@@ -65,11 +65,13 @@ def _loaded(directory: str, world: int) -> PolicyModel:
         gradient_checkpointing=False,
         trust_remote_code=False,
         float32_head=False,
-        sharded={
-            "train_batch_size": world,
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "overlap_comm": False},
-        },
+        divided=division.divided(
+            {
+                "train_batch_size": world,
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, "overlap_comm": False},
+            }
+        ),
     )
 
 
