@@ -1,7 +1,8 @@
 """YAML as people expect it: version 1.2 scalars, no duplicate keys, nothing executable.
 
 Runs in: any process (imports yaml only). Hides PyYAML, which reads YAML 1.1: there `1e-4` is text,
-`on` is true, `010` is eight, `1:30` is ninety, and the first of two equal keys disappears.
+`on` is true, `010` is eight, `1:30` is ninety, and the first of two equal keys disappears. The
+tables of scalars are all that ruamel.yaml would replace, and it reads `1_000` as a number.
 Invariant: what `write` writes, `read` reads back equal.
 """
 

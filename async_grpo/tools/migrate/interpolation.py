@@ -1,8 +1,9 @@
 """References between keys, as hydra writes them: `${data.max_prompt_length}`, `${.n}`,
 `${oc.env:HOME,/tmp}`; and `???`, a value that is missing.
 
-Runs in: a terminal. Hides their grammar. Invariant: what refers to itself, to the environment or to
-something that the file does not hold stays as it is, and its key is named.
+Runs in: a terminal. Hides their grammar. OmegaConf would look into the environment of this machine,
+and give up at a reference that leads out of the file. Invariant: what refers to itself, to the
+environment or to something that the file does not hold stays as it is, and its key is named.
 """
 
 from __future__ import annotations
