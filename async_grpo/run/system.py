@@ -119,8 +119,8 @@ async def reserve(config: Config, session: RaySession) -> Places:
     return Places(session, placement, backend, learners, [option for [option] in engines])
 
 
-class Processes:
-    """The parts that own processes, and their coordinator. Only the queue's process begins here."""
+class System:
+    """All parts of one start of a run. Made on the event loop that it belongs to."""
 
     def __init__(
         self,
@@ -129,17 +129,23 @@ class Processes:
         *,
         places: Places,
         listener: RunListener,
-        failures: System,
+        saver: Saver,
     ) -> None:
+        self._config, self._listener = config, listener
+        self.event_loop = asyncio.get_running_loop()
+        self._queue_open = self._producing = False
+        self.queue_restarts = 0
         session, placement = places.session, places.placement
+        self._session = session
         # on CPU all of them run on the driver's machine
         self.cores = len(os.sched_getaffinity(0)) if placement.device == "cpu" else None
-        self.partials = PartialCollector(config, facts.origin.path, listener)
-        snapshot = self.partials.snapshot(facts.origin.snapshot())
-        self.queue_handle = _queue_process(config, facts, session=session, snapshot=snapshot)
-        self.queue = DriverQueue(self.queue_handle)
-        self.verifier_errors = VerifierErrors(config, self.queue, listener, failures)
-        self.relays = Relays(
+        """Cores that engines and learner ranks share; None where models run on GPUs."""
+        self._partials = PartialCollector(config, facts.origin.path, listener)
+        snapshot = self._partials.snapshot(facts.origin.snapshot())
+        self._queue_handle = _queue_process(config, facts, session=session, snapshot=snapshot)
+        self.queue = DriverQueue(self._queue_handle)
+        self.verifier_errors = VerifierErrors(config, self.queue, listener, self)
+        self._relays = Relays(
             home=placement.learners[0].node_id,
             key=facts.key,
             fallback=fallback_directory(config),
@@ -152,22 +158,22 @@ class Processes:
             config,
             slots=EngineSlots(config, session=session, placement=placement, options=places.engines),
             spec=ActorSpec(
-                self.queue_handle,
+                self._queue_handle,
                 model_dir=facts.model_dir,
                 device=placement.device,
                 backend=places.backend,
-                partials=self.partials.path,
+                partials=self._partials.path,
             ),
             client=self.queue,
-            relays=self.relays,
+            relays=self._relays,
             listener=listener,
-            failures=failures,
+            failures=self,
         )
         self.learner = LearnerGroup(
             config,
             placement=placement,
             options=places.learners,
-            queue=self.queue_handle,
+            queue=self._queue_handle,
             model_dir=facts.model_dir,
             backend=places.backend,
             key=facts.key,
@@ -182,30 +188,6 @@ class Processes:
             exact=placement.device == "cpu" and config.model.dtype != "bfloat16",
             listener=listener,
         )
-
-
-class System:
-    """All parts of one start of a run. Made on the event loop that it belongs to."""
-
-    def __init__(
-        self,
-        config: Config,
-        facts: StartFacts,
-        *,
-        places: Places,
-        listener: RunListener,
-        saver: Saver,
-    ) -> None:
-        self._config, self._listener = config, listener
-        self._session = places.session
-        self.event_loop = asyncio.get_running_loop()
-        self._queue_open = self._producing = False
-        self.queue_restarts = 0
-        self._processes = parts = Processes(
-            config, facts, places=places, listener=listener, failures=self
-        )
-        self.queue, self.coordinator = parts.queue, parts.coordinator
-        self.actors, self.learner = parts.actors, parts.learner
         self._samples = TrainingSamples(
             config,
             queue=self.queue,
@@ -232,8 +214,8 @@ class System:
             loop=self.loop,
             coordinator=self.coordinator,
             queue=self.queue,
-            session=places.session,
-            placement=places.placement,
+            session=session,
+            placement=placement,
             origin=facts.origin,
             saver=saver,
             listener=listener,
@@ -346,7 +328,7 @@ class System:
         self.loop.phase = f"writing the checkpoint of step {self.steps_done}"
         with self.loop.time.during("checkpointing"):
             snapshot = await self.queue.snapshot()
-            self._processes.partials.begin(self.actors.alive(), snapshot)
+            self._partials.begin(self.actors.alive(), snapshot)
             return snapshot, await self.learner.write_checkpoint(
                 str(directory), {"step": self.steps_done, "rows": self.loop.row_state()}
             )
@@ -354,7 +336,7 @@ class System:
     async def finish_save(self, directory: Path) -> dict[str, FileSum]:
         """Bring what `save` wrote to the disk beside training; its files. Raises StorageFailure."""
         sums = await self.learner.finish_checkpoint(str(directory))
-        await self._processes.partials.write(directory)
+        await self._partials.write(directory)
         return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
@@ -373,9 +355,9 @@ class System:
         results += await asyncio.gather(
             self.actors.stop(), self.learner.stop(), return_exceptions=True
         )
-        await self._processes.relays.close()
+        await self._relays.close()
         # A queue that died for good cannot be closed; the run has ended for that reason.
-        self._session.end(self._processes.queue_handle)
+        self._session.end(self._queue_handle)
         failures = [
             result
             for result in results
@@ -406,26 +388,16 @@ class System:
         """Return the parts of the run, for a post-mortem."""
         return Scene(
             session=self._session,
-            queue=self._processes.queue_handle,
+            queue=self._queue_handle,
             actors=self.actors,
             learner=self.learner,
             loop=self.loop if self._queue_open else None,
         )
 
     @property
-    def cores(self) -> int | None:
-        """Cores that engines and learner ranks share; None where models run on GPUs."""
-        return self._processes.cores
-
-    @property
     def max_num_seqs(self) -> int:
         """Responses that an engine generates at the same time, as the engines have it."""
         return max(engine.max_num_seqs for engine in self.actors.alive())
-
-    @property
-    def verifier_errors(self) -> VerifierErrors:
-        """What went wrong in verifiers, by kind."""
-        return self._processes.verifier_errors
 
     @property
     def run_epoch(self) -> int:
@@ -448,7 +420,7 @@ class System:
         return (
             metrics
             | self.actors.metrics()
-            | self._processes.partials.metrics()
+            | self._partials.metrics()
             | {"cluster/learner_restarts": float(self.supervisor.restarts)}
         )
 

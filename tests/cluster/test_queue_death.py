@@ -82,7 +82,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         patch.setattr(learner_group, "LearnerProcess", ack_log.LoggedLearnerProcess)
         with Trainer(config, console=Console(log)) as trainer, ThreadPoolExecutor(1) as thread:
             trainer.train(steps=1)
-            handle = trainer.system._processes.queue_handle
+            handle = trainer.system._queue_handle
             for kill in range(KILLS):
                 pid = ask(trainer, result(handle.pid.remote()))
                 training = thread.submit(trainer.train, steps=3)
