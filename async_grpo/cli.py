@@ -13,6 +13,7 @@ before answer for one release, with the new one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -52,7 +53,7 @@ _CANNOT_BE_FINALISED = ("eval", "serve")
 def script() -> NoReturn:
     """Run the command line of this process, and end it."""
     verb = "".join(sys.argv[1:2])
-    if verb not in _SHORT:
+    if as_now("train", sys.argv[1:])[0] == "train" and verb not in _SHORT:
         stop_early()  # what follows takes a second to import
     end_process(main, verb)
 
@@ -70,12 +71,17 @@ def end_process(work: Callable[[], int], verb: str) -> NoReturn:
             code = work()
         except SystemExit as end:  # of --help, or of words that make no sense
             code = end.code
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         code = _unread()
+    if isinstance(code, str):  # as an interpreter does that ends
+        print(code, file=sys.stderr)
+        code = 1
     if verb in _CANNOT_BE_FINALISED:
-        sys.stderr.flush()
-        os._exit(int(code or 0))
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code or 0)
     sys.exit(code)
 
 

@@ -233,6 +233,29 @@ def test_a_reader_that_has_read_enough_ends_a_verb_in_peace(words: str) -> None:
     assert done.stdout == "0\n" and not done.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "exit_code"), [("'no data'", "no data\n", 1), ("3", "", 3), ("None", "", 0)]
+)
+def test_what_ends_a_process_is_its_exit_code(code: str, said: str, exit_code: int) -> None:
+    """Also where it has no standard output, and where the interpreter is not finalised."""
+    work = (
+        f"import sys; from async_grpo import cli; cli.end_process(lambda: sys.exit({code}), 'eval')"
+    )
+    shell = f'{sys.executable} -c "{work}" >&-'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (exit_code, said)
+
+
+def test_a_directory_that_is_a_run_itself_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "status.json").write_text("{}")
+    assert cli.main(["eval"]) == cli.main(["eval", "runs"]) == 2
+    assert capsys.readouterr().err.count("runs is no checkpoint and has none") == 2
+
+
 def test_a_directory_that_was_removed_is_said(tmp_path: Path) -> None:
     shell = f"rmdir {tmp_path}/here; {sys.executable} -m async_grpo recipes"
     (tmp_path / "here").mkdir()

@@ -155,12 +155,18 @@ class LearnerGroup:
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
         """Stage visibly perturbed weights, with their log-probs and those of the true weights,
-        which are back at once; may come inside a learner step. Raises LearnerFailed, no fault of
-        the engine.
+        which are back at once; waits for the end of a step that trains. Raises LearnerFailed, no
+        fault of the engine.
         """
         try:
             return merged_stage(
-                await self._all("stage_perturbed", label, scale=scale, sequences=sequences)
+                await self._all(
+                    "stage_perturbed",
+                    label,
+                    scale=scale,
+                    sequences=sequences,
+                    timeout_s=self._behind_a_step_s,
+                )
             )
         except ray.exceptions.RayTaskError as error:
             raise LearnerFailed(
@@ -178,7 +184,7 @@ class LearnerGroup:
 
     async def release(self) -> None:
         """Free the copy that `stage_perturbed` made."""
-        await self._all("release")
+        await self._all("release", timeout_s=self._behind_a_step_s)
 
     async def transport_note(self) -> str:
         """Return the transport's note for the user, or ""."""
@@ -210,6 +216,11 @@ class LearnerGroup:
         finally:
             for handle in self._handles:
                 ray.kill(handle)
+
+    @property
+    def _behind_a_step_s(self) -> float:
+        """Seconds for a call that may come while a rank trains a step, and has to wait for it."""
+        return 2 * self._config.watchdog.step_timeout_s
 
     async def _all(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any

@@ -10,9 +10,6 @@ how a rank's part of a checkpoint reaches the disk beside the training steps:
 
 Invariants:
 
-- A checkpoint continues only under the ZeRO stage and dtype that wrote it, and with stage 3 under
-  as many ranks. With stages 1 and 2 another number of ranks divides the optimizer's state anew;
-  every float32 weight and moment keeps its value bit for bit.
 - A storage failure on one rank is an error on every rank, after all of them have gone through the
   same collective calls, so that they can go on with the next step.
 - One checkpoint at a time; a draft does not outlive a failure, `close`, or the start of the next

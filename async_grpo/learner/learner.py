@@ -1,4 +1,4 @@
-"""One DeepSpeed rank: prepare and train a learner step, weights out, checkpoints.
+"""One learner rank: prepare and train a learner step, weights out, checkpoints.
 
 Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan.
 Hides the backend (`backend`); the formulas are `token_math`'s. Invariants:
@@ -12,6 +12,7 @@ Hides the backend (`backend`); the formulas are `token_math`'s. Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Learner:
         self.sharded = self._backend.sharded
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
-        self._grad_norm: float | None = None
+        self._grad_norm = math.nan
         self._lr_factor = 1.0
         self._effective = EffectiveStep() if config.learner.ess_step_size else None
         self._choices: dict[str, Choice] = {}
@@ -129,18 +130,16 @@ class Learner:
             model.compile_layers()
         return trained
 
-    def _confirm(self, engine: Any, model_dir: str) -> None:
+    def _confirm(self, runs: Any, model_dir: str) -> None:
         """Compare the chosen forward pass of the loaded model with the model's own, and prepare for
         the kernel that it can have. Collective. Raises ValueError.
         """
-        policy = _module(engine)
+        policy = _module(runs)
 
         def logprobs(one: ForwardPass, rows: list[PackedRow]) -> list[np.ndarray]:
             policy.use(one)
             packs = [[row] for row in rows] if one.rows == "alone" else [rows]
-            return [
-                values for chunk in packs for values in by_row(engine, chunk, self._torch_device)
-            ]
+            return [values for chunk in packs for values in by_row(runs, chunk, self._torch_device)]
 
         choice = confirm(
             logprobs,
@@ -264,11 +263,9 @@ class Learner:
         trained = {key: self._rows[key] for key, row in plan.rows.items() if row.weight != 0}
         self._math.assign(trained, owned=plan.owned, values=values, kl_coef=kl_coef)
         self._lr_factor = lr_factor
-        try:
-            for index, micro_batches in enumerate(plan.updates):
-                self._update(index, micro_batches)
-        finally:
-            self._plan, self._rows = None, {}
+        for index, planned in enumerate(plan.updates):
+            self._update(index, planned)
+        self._plan, self._rows = None, {}  # after a failure no further step is prepared
         every = self.config.model.reference_refresh_steps
         if every and plan.step % every == 0:
             division.copy_parameters(self.policy.module, _module(self._reference))
@@ -291,7 +288,7 @@ class Learner:
             total = self._checked_total(torch.stack(losses), micro_batches)
             lr = self._step()
         group_ids = sorted({row.group_id for micro_batch in micro_batches for row in micro_batch})
-        if self._grad_norm is None or not np.isfinite(self._grad_norm):
+        if not np.isfinite(self._grad_norm):
             raise NonFinite(
                 f"gradient norm of update {index}, {self._grad_norm},",
                 self._collectives.union(group_ids),
@@ -551,5 +548,5 @@ class Learner:
 
 
 def _module(model: Any) -> PolicyModel:
-    """Return the policy model inside a DeepSpeed engine, or the model itself."""
+    """Return the policy model inside of what runs it, or the model itself."""
     return getattr(model, "module", model)

@@ -52,7 +52,7 @@ Kind = Literal[
 ]
 Gain = Callable[[Mapping[str, float]], float | None]
 """Settings by their dotted names (`learner.ranks`: how many times as many) -> the factor by which
-throughput changes, None where it is not known: `plan.forecast`.
+throughput changes, None where it is not known: `tools.predict.forecast`.
 """
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
 """Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""

@@ -5,7 +5,7 @@ of every actor and journals the tokens; the driver, which logs the numbers. No o
 an actor to a metric:
 
     rollout actor --acquire(report)--> queue: ActorReports --QueueMetrics--> driver: ActorReports
-                 --final_report, once the queue is closed--> driver --tell--> queue
+                  --final_report, once the queue is closed--> driver --tell--> queue
 
 Hides that a slot may have had several processes: the time between the last report of one and the
 first work of its successor is `restarting`, as soon as the successor reports.

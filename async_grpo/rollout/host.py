@@ -30,7 +30,7 @@ from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.players import Player, PlayerParts, Players
 from async_grpo.rollout.time_accounting import EngineTime
-from async_grpo.tasks.base import Problem, Prompt, Task
+from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierPool
@@ -66,6 +66,8 @@ class EngineHost:
         self._counts: Counter[str] = Counter()
         self._paused_s = 0.0
         self._time = EngineTime()
+        self._weights: dict[str, float] = {}
+        """Of the reward components."""
 
     @property
     def parts(self) -> Parts:
@@ -96,7 +98,7 @@ class EngineHost:
             )
         others = self._other_cores
         verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
-        plays = isinstance(task, HasEnvironment)
+        plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
         starting = asyncio.gather(*[] if plays else [verifiers.start()])
         engine = await VllmEngine.start(
             config,

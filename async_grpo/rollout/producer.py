@@ -35,7 +35,7 @@ from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, enc
 from async_grpo.rollout.players import Player
 from async_grpo.rollout.ticket_queue import TicketQueue
 from async_grpo.runtime.text import first_line, shortened
-from async_grpo.tasks.base import Problem, Score, Task, task_weights
+from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.weights.transport import Announcement, Receipt
@@ -100,14 +100,6 @@ class GroupProducer(EngineHost):
         self._produced_at = 0.0
         self._verifier_errors: dict[str, str] = {}
         """The first error of every kind."""
-        self._weights: dict[str, float] = {}
-        """Of the reward components."""
-
-    async def start(self, *, backend: str, label: str) -> int:
-        """See `EngineHost.start`."""
-        places = await super().start(backend=backend, label=label)
-        self._weights = task_weights(self._config.task, self.parts.task)
-        return places
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""

@@ -34,7 +34,12 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.checks import DriftProbe, Tolerance
-from async_grpo.weights.deliveries import DeliveringLearner, PublicationTimes, delivery_for
+from async_grpo.weights.deliveries import (
+    DeliveringLearner,
+    PublicationTimes,
+    WeightDelivery,
+    delivery_for,
+)
 from async_grpo.weights.fan_out import Engine, consume_exception
 from async_grpo.weights.pinning import EngineSet, Pin, ServingEngines, wait_unpinned
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence, Version, parse_label
@@ -68,13 +73,14 @@ class Coordinator(Generic[Engine]):
         """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
         self._settings, self._listener = config.weight_sync, listener
         self._learner, self._engines = learner, ServingEngines(engines)
-        self._delivery = delivery_for(backend)(
+        tolerance = Tolerance(exact)
+        self._delivery: WeightDelivery[Engine] = delivery_for(backend)(
             config,
             learner=learner,
             engines=self._engines,
             backend=backend,
             listener=listener,
-            exact=exact,
+            tolerance=tolerance,
         )
         self._live = live
         self.run_epoch = run_epoch
@@ -83,7 +89,7 @@ class Coordinator(Generic[Engine]):
         self._lost: LearnerLost | None = None
         self._running: asyncio.Task[None] | None = None
         self._pin: Pin[Engine] | None = None
-        self._probe = DriftProbe(config, Tolerance(exact))
+        self._probe = DriftProbe(config, tolerance)
         self.held: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while the learner waits for an evaluation that holds the newest version: the wait
         is a cost of the evaluation, not of the publication.

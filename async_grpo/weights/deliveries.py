@@ -114,9 +114,9 @@ class WeightDelivery(ABC, Generic[Engine]):
         engines: ServingEngines[Engine],
         backend: str,
         listener: RunListener,
-        exact: bool,
+        tolerance: Tolerance,
     ) -> None:
-        """exact: learner and engines compute in float32."""
+        """tolerance: of the checks, which learns the noise between learner and engines."""
         self._settings, self._listener = config.weight_sync, listener
         self._backend = backend
         self._learner, self._engines = learner, engines
@@ -129,11 +129,7 @@ class WeightDelivery(ABC, Generic[Engine]):
         """What was delivered last."""
         self.times = PublicationTimes()
         self.check = LoadPathCheck(
-            config,
-            learner=learner,
-            tolerance=Tolerance(exact),
-            backend=backend,
-            deliver=self._deliver_to,
+            config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to
         )
 
     def serving(self) -> list[Engine]:
@@ -361,8 +357,24 @@ class PushDelivery(WeightDelivery[Engine]):
 
     joins_at_once, together = False, True
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        learner: DeliveringLearner,
+        engines: ServingEngines[Engine],
+        backend: str,
+        listener: RunListener,
+        tolerance: Tolerance,
+    ) -> None:
+        super().__init__(
+            config,
+            learner=learner,
+            engines=engines,
+            backend=backend,
+            listener=listener,
+            tolerance=tolerance,
+        )
         self._group: set[str] = set()
         """Engines of the group, also those that are away."""
 
@@ -465,6 +477,6 @@ class PushDelivery(WeightDelivery[Engine]):
         return engines
 
 
-def delivery_for(backend: str) -> type[WeightDelivery]:
+def delivery_for(backend: str) -> type[WeightDelivery[Any]]:
     """Find the delivery of a transport by its name in `weight_sync.backend`."""
     return PushDelivery if TRANSPORTS[backend].pushes else PullDelivery

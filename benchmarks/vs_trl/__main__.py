@@ -146,7 +146,7 @@ def theirs(workload: Workload, seed: int, place: Place) -> Row:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # -I: neither this directory (it has a queue.py) nor PYTHONPATH is on its path.
+    # -I: neither its directory nor PYTHONPATH is on its path.
     command = [str(place.python), "-I", str(SIDE), str(work), str(out)]
     started = whole(command, place.directory / "trl.txt", environment=os.environ | variables)
     return their_row(workload, started, lines_of(out))

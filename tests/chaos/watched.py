@@ -11,8 +11,8 @@ monotonic clock, what, values...] and is written before the call returns.
         learner rank begins, in the start with this key
     fetch, step, ids a rank takes its groups into training     trained, step, ids            ... and
         has trained them
-    gate / open      a rank waits before an update, and goes on   state, what, step, digest, random
-        what a checkpoint must hold, bit for bit
+    gate / open      a rank waits before it trains, and goes on   state, what, step, digest,
+        random   what a checkpoint must hold, bit for bit
     staged, label, digest                                      weights that are published, or come
         out of a step that is repeated
     access, step, event, path                                  a file of the checkpoint of this step

@@ -424,6 +424,8 @@ def check_non_finite(learner: Learner, case: Case, splits: list[list[list[int]]]
     learner.prepare(case.plan(splits))
     with pytest.raises(NonFinite) as error:
         learner.train(case.values | {culprit.key: RowValue(float("nan"))}, 0.0)
+    with pytest.raises(RuntimeError, match="not trained yet"):
+        learner.prepare(case.plan(splits))
     assert culprit.group_id in error.value.group_ids
     assert bitwise(copy_weights(learner), before)
 

@@ -1,5 +1,5 @@
 """What became of every token, one rule at a time, and the clock of causes. Random schedules:
-`test_simulation` compares every one with its own count.
+`test_schedules` compares every one with its own count.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout import kv_cache
+from async_grpo.rollout.engine.vllm import kv_cache
 from async_grpo.rollout.engine.vllm.kv_cache import FORGET, SHARE, CacheChoice, cache_mode
 
 

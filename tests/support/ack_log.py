@@ -75,7 +75,7 @@ class LoggedLearnerProcess(processes.LearnerProcess):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         result = super().call(name, *args, **kwargs)
-        if name == "end":
+        if name == "train":
             step, group_ids = self._fetched
             for group_id in group_ids:
                 self._log.write(step, group_id)

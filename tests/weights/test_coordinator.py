@@ -639,6 +639,19 @@ def test_every_nth_publication_is_verified_and_probed() -> None:
     asyncio.run(scenario())
 
 
+def test_a_drift_probe_allows_for_the_noise_that_the_start_has_measured() -> None:
+    async def scenario() -> None:
+        run = Fixture(config(self_check=True, verify_every=1), moves=1.2, exact=False)
+        run.members[0].noise = 0.02
+        await run.coordinator.start(0)
+        run.members[0].noise = 0.05
+        await run.coordinator.publish(1)
+        await run.coordinator.settle()
+        assert run.coordinator.weight_metrics()["weights/drift"] > 0.03
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("way", ["deaf", "noise"])
 def test_the_drift_alarm_ends_the_run_at_the_next_boundary(way: str) -> None:
     async def scenario() -> None:

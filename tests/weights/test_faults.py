@@ -1,8 +1,8 @@
 """Publications over the nccl double while engines, the sender and the group fail: the others go on
 with exactly the announced weights.
 
-Coordinator, learner group and process, sender, `Engine` and the workers' half are the product's.
-Stand-ins are Ray's calls, vLLM's front end, and the models: the learner's is a few tensors, an
+Coordinator, learner group and process, sender, `VllmEngine` and the workers' half are the
+product's. Stand-ins are Ray's calls, vLLM's front end, and the models: the learner's is a few tensors, an
 engine's keeps what it is given.
 """
 

@@ -27,8 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout import kv_cache
 from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.vllm import kv_cache
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice
 from async_grpo.weights.shared_memory import SegmentReader

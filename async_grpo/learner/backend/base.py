@@ -1,8 +1,8 @@
 """What trains a model over the learner ranks, as the learner sees it.
 
-Runs in: learner ranks. Hides which framework it is, and how it divides weights, gradients and
-optimizer: `deepspeed` is the one there is. Every method is called on all ranks. The functions of
-its `division` say where a parameter lives.
+Runs in: learner ranks. Hides which framework it is, and how it steps, saves and loads: `deepspeed`
+is the one there is. Every method is called on all ranks. Where a parameter lives is no part of the
+protocol yet: the learner's other modules ask `deepspeed.division`.
 """
 
 from __future__ import annotations

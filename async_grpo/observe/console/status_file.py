@@ -116,7 +116,7 @@ def newest_run(directory: Path) -> Path:
     """Find the run directory whose status was written last in a directory of runs; a run directory
     is itself.
     """
-    if (directory / STATUS).exists():
+    if not os.path.isdir(directory) or (directory / STATUS).exists():
         return directory
     written = {path.parent: path.stat().st_mtime for path in directory.glob(f"*/{STATUS}")}
     return max(written, key=lambda path: written[path], default=directory)

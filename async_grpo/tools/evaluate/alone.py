@@ -1,4 +1,4 @@
-"""One rollout actor without a run: whose settings count, and how it starts and ends.
+"""One engine without a run: whose settings count, and how it starts and ends.
 
 Runs in: a process of its own, without Ray and without a learner.
 
@@ -68,9 +68,10 @@ def settings(
     place = Path(source).expanduser()
     if place == RUNS:
         place = newest_run(place)
-        if place == RUNS:
-            raise SetupError(f"there is no run in {RUNS}: name a checkpoint, a run or a model")
-    is_run = any((place / name).exists() for name in (STATUS, "checkpoints", directory.MANIFEST))
+    marks = (STATUS, "checkpoints", directory.MANIFEST)
+    is_run = any(os.path.exists(place / name) for name in marks)
+    if place == RUNS and not is_run:
+        raise SetupError(f"there is no run in {RUNS}: name a checkpoint, a run or a model")
     with tempfile.TemporaryDirectory(prefix="async_grpo-evaluate-") as scratch:
         if is_run:
             checkpoint = directory.find(place).absolute()
@@ -114,7 +115,7 @@ def settings(
 
 @asynccontextmanager
 async def actor_alone(config: Config, console: Console, *, name: str) -> AsyncIterator[EngineHost]:
-    """Have a rollout actor inside, on this machine. Raises SetupError, and FaultBudgetSpent where
+    """Have an engine's host inside, on this machine. Raises SetupError, and FaultBudgetSpent where
     engine or verifiers end.
     """
     import torch

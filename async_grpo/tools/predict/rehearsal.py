@@ -14,7 +14,7 @@ still be trained in time. Its slots are free again when the weights are live.
 This is the loop without queue, journal, faults and chance, so that it takes milliseconds; the rules
 of departure and of the limit are the queue's own (`order.can_leave`, `OutstandingLimit`).
 
-Invariants: the same workload gives the same rehearsal. Sources: processor sharing (`plan.engine`);
+Invariants: the same workload gives the same rehearsal. Sources: processor sharing (`engine`);
 Little's law for what it comes to.
 """
 

@@ -218,11 +218,11 @@ def test_where_a_thread_is() -> None:
         ' File "/x/threading.py", line 6 in run\n\n'
         "Current thread 0x2 (most recent call first):\n  File "
         '"/x/torch/distributed/c10d.py", line 7 in all_reduce\n'
-        '  File "/y/async_grpo/learner/learner.py", line 8 in update\n  File '
+        '  File "/y/async_grpo/learner/learner.py", line 8 in _update\n  File '
         '"/y/async_grpo/cluster/processes.py", line 9 in call\n'
     )
     assert stacks.where(text) == [
-        "update (learner/learner.py:8), inside all_reduce (distributed/c10d.py:7)"
+        "_update (learner/learner.py:8), inside all_reduce (distributed/c10d.py:7)"
     ]
 
 
@@ -373,7 +373,7 @@ def test_whom_the_oldest_group_waits_for(stage: str, status: dict, says: str) ->
 def test_a_rank_outside_the_collective_is_the_late_one() -> None:
     given = facts(
         learner=[
-            {"call": "the learner's call update", "seconds": 40.0, "waits_for": "rank 0, rank 1"}
+            {"call": "the learner's call train", "seconds": 40.0, "waits_for": "rank 0, rank 1"}
         ],
         phase="training learner step 3",
     )
@@ -381,7 +381,7 @@ def test_a_rank_outside_the_collective_is_the_late_one() -> None:
         given,
         "learner-0",
         where=[
-            "update (learner/learner.py:8), inside all_reduce (distributed/distributed_c10d.py:7)"
+            "_update (learner/learner.py:8), inside all_reduce (distributed/distributed_c10d.py:7)"
         ],
     )
     change(
@@ -389,14 +389,14 @@ def test_a_rank_outside_the_collective_is_the_late_one() -> None:
     )
     _, found = diagnose.conclude(given)
     assert found == [
-        "the learner's call update has been waiting for learner-1 (pid 4), in _fetch "
+        "the learner's call train has been waiting for learner-1 (pid 4), in _fetch "
         "(cluster/processes.py:9), inside get (ray/worker.py:1) for 40 s"
     ]
     change(
         given,
         "learner-1",
         where=[
-            "update (learner/learner.py:8), inside all_reduce (distributed/distributed_c10d.py:7)"
+            "_update (learner/learner.py:8), inside all_reduce (distributed/distributed_c10d.py:7)"
         ],
     )
     assert (

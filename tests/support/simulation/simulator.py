@@ -1,9 +1,9 @@
 """One run in invented time: the real `ReplayQueue`, rollout actors and a learner that only take
 time (`producers`, `engine`), and every hazard.
 
-Runs in: tests (thousands of short random schedules), benchmarks and the planner (long ones, for
-figures). Hides the order of events: the same scenario gives the same run. After every event the
-queue is compared with the witness; what does not agree raises AssertionError with the scenario.
+Runs in: tests (thousands of short random schedules, and long ones for figures). Hides the order of
+events: the same scenario gives the same run. After every event the queue is compared with the
+witness; what does not agree raises AssertionError with the scenario.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ factor `world_size` undoes.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,7 +31,7 @@ class DeepspeedModel:
         """plain: without ZeRO, where DeepSpeed neither clips nor measures gradients."""
         self.engine, self.module = engine, engine.module
         self._world_size, self._clip = dist.get_world_size(), grad_clip
-        self._plain, self._norm = plain, 0.0
+        self._plain, self._norm = plain, math.nan
 
     def __call__(
         self, packed: Packed, temperature: float, with_entropy: bool
@@ -46,6 +47,7 @@ class DeepspeedModel:
         """See `TrainedModel`."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self._norm = math.nan  # until `clip` has run
         self.engine.step()
         return self._norm if self._plain else float(self.engine.get_global_grad_norm())
 

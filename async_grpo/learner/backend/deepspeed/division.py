@@ -2,7 +2,7 @@
 
 Runs in: learner ranks. With stages 0 to 2 every rank holds a parameter whole; with stage 3 a rank
 holds a slice, and reading it is collective. Invariant: every rank makes the same collective calls
-in the same order, whatever it holds, and all get the same result.
+in the same order, whatever it holds.
 """
 
 from __future__ import annotations

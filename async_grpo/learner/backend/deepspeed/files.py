@@ -1,6 +1,10 @@
 """The learner's state in DeepSpeed's files.
 
 Runs in: learner ranks. Hides the layout of the files, and how another number of ranks divides them.
+
+Invariant: a checkpoint continues only under the ZeRO stage and dtype that wrote it, and with stage
+3 under as many ranks. With stages 1 and 2 another number of ranks divides the optimizer's state
+anew; every float32 weight and moment keeps its value bit for bit.
 """
 
 from __future__ import annotations
