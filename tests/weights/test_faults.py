@@ -2,8 +2,8 @@
 with exactly the announced weights.
 
 Coordinator, learner group and process, sender, `VllmEngine` and the workers' half are the
-product's. Stand-ins are Ray's calls, vLLM's front end, and the models: the learner's is a few tensors, an
-engine's keeps what it is given.
+product's. Stand-ins are Ray's calls, vLLM's front end, and the models: the learner's is a few
+tensors, an engine's keeps what it is given.
 """
 
 from __future__ import annotations
