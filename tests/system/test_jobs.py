@@ -24,6 +24,7 @@ import ray.exceptions
 import yaml
 
 from async_grpo.errors import EXIT_MEANING
+from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.ending import explained
 from async_grpo.runtime.stopping import STOPPED_EARLY
 from async_grpo.weights.shared_memory import remove_abandoned_segments
@@ -403,10 +404,7 @@ def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_tim
     remove_abandoned_segments()
     assert not left_by(ended.processes)
 
-    kept = max(
-        int(path.name.removeprefix("step_"))
-        for path in (cluster.home / "runs" / "killed" / "checkpoints").glob("step_*")
-    )
+    kept = max(checkpoint.steps(cluster.home / "runs" / "killed"))  # without a draft under way
     again = cluster.submit(
         *entrypoint(
             "job.yaml",
