@@ -132,7 +132,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
             f"{run_dir} has no {STATUS}: it is no run directory (run.dir), or the run has not begun"
         ) from error
     except (OSError, ValueError) as error:
-        raise SetupError(f"{path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise SetupError(f"{path} cannot be read: {reason}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise SetupError(f"{path} is not of this version of async_grpo")
     return facts
