@@ -290,7 +290,8 @@ class World:
         await system.step()
         await system.settle()
         if self.death is not None and self.death[1] == "health":  # in its own time
-            await until(lambda: self.strikes)
+            lives = isinstance(self.death[3], ray.exceptions.ActorUnavailableError)
+            await until(lambda: self.strikes and (lives or system.actors.deaths))
         await self.settled(system)
         await system.step()
         await system.save(Path(self.config.run.dir))
