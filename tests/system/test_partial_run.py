@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
     for group_id in trained & in_flight.keys():
         group, beginning = history.group(group_id), in_flight[group_id]
         assert (group.attempt, group.policy_version) == (beginning.attempt, beginning.version)
-        _, known = unpacked(file, group_id)
+        _, known, _ = unpacked(file, group_id)
         for one, start in zip(group.rows, known, strict=True):
             size = len(start.token_ids)
             assert one.response_ids[:size].tolist() == start.token_ids.tolist(), (
