@@ -121,6 +121,8 @@ class WeightDelivery(ABC, Generic[Engine]):
         self._backend = backend
         self._learner, self._engines = learner, engines
         self._connected: set[str] = set()
+        self._group: set[str] = set()
+        """Engines that receive together, also those that are away; of a push alone."""
         self._caches: dict[str, str] = {}
         self.lock = asyncio.Lock()
         """Held while weights are on their way."""
@@ -254,6 +256,11 @@ class WeightDelivery(ABC, Generic[Engine]):
         await self._drop(outcome.lost)
         return outcome
 
+    def _grouped(self, names: Iterable[str]) -> None:
+        """Let these engines be the group, and serve."""
+        self._group = set(names)
+        self._serve_only(self._group)
+
     def _serve_only(self, names: Iterable[str]) -> None:
         """Let these engines serve, as far as they are in the set, and no other."""
         self._connected = set(names) & {engine.actor_id for engine in self._engines.alive()}
@@ -357,27 +364,6 @@ class PushDelivery(WeightDelivery[Engine]):
 
     joins_at_once, together = False, True
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        learner: DeliveringLearner,
-        engines: ServingEngines[Engine],
-        backend: str,
-        listener: RunListener,
-        tolerance: Tolerance,
-    ) -> None:
-        super().__init__(
-            config,
-            learner=learner,
-            engines=engines,
-            backend=backend,
-            listener=listener,
-            tolerance=tolerance,
-        )
-        self._group: set[str] = set()
-        """Engines of the group, also those that are away."""
-
     async def connect(self, *, strict: bool = False) -> None:
         """See `WeightDelivery.connect`."""
         await self._form(self._engines.all(), strict=strict)
@@ -436,8 +422,7 @@ class PushDelivery(WeightDelivery[Engine]):
             outcome = await self._rendezvous(engines, strict=strict)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not engines:
-                self._group = set(outcome.done)
-                self._serve_only(outcome.done)
+                self._grouped(outcome.done)
                 return
             self.times.repeated += 1
             reasons = outcome.reasons()
@@ -446,8 +431,7 @@ class PushDelivery(WeightDelivery[Engine]):
             raise Stalled(
                 f"learner and engines could not form a group in {ATTEMPTS} attempts: {reasons}"
             )
-        self._group = set()
-        self._serve_only(())
+        self._grouped(())
 
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.all()}
