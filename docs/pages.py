@@ -14,7 +14,7 @@ from pathlib import Path
 
 import api_page
 
-from async_grpo.config.docs import Setting, settings
+from async_grpo.config.docs import Setting, options, settings
 from async_grpo.config.resume import marks
 from async_grpo.config.yaml12 import write
 
@@ -46,6 +46,10 @@ async-grpo train configs/quickstart.yaml rollout.group_size=16 learner.lr=5e-5
   `free` yes; `warn` yes, and one line says what it changes; `fixed` no, the start ends with exit
   code 2. With `warn*` the learner computes something else from then on, so learner steps that were
   lost with an interruption cannot be repeated from the journal as they were.
+- A setting that names one of several (`policy_loss`, `adv_estimator`, `clip_schedule`, `backend`)
+  is a bare name, or a mapping of its `name` and its options: `policy_loss: {name: sapo, tau_pos:
+  2.0}`. What a plugin registers is chosen in the same way. An override may set one option:
+  `algorithm.policy_loss.tau_pos=2.0`.
 - `config.yaml` in the run directory holds the complete configuration of the run, defaults included,
   and can be run again.
 """
@@ -81,8 +85,32 @@ def _table(keys: list[Setting]) -> list[str]:
             _resume(key.name),
             key.description,
         )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append(_row(cells))
+    for key in (key for key in keys if key.kind):
+        rows += _options(key)
     return rows
+
+
+def _options(choice: Setting) -> list[str]:
+    """Return the table of the options of what a setting may choose, if there are some."""
+    own = [one for one in options().values() if one.name.startswith(f"{choice.name}.")]
+    if not own:
+        return []
+    key = choice.name.rpartition(".")[2]
+    rows = [
+        f"\nOptions of `{key}`, beside its `name`:\n",
+        "| name | option | allowed | default | meaning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in own:
+        name, option = one.name.split(".")[-2:]
+        default = f"`{_default(one)}`"
+        rows.append(_row((f"`{name}`", f"`{option}`", one.allowed, default, one.description)))
+    return rows
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _resume(name: str) -> str:

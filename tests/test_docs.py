@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.docs import settings
+from async_grpo.config.docs import options, settings
 from async_grpo.config.recipes import recipes
 from async_grpo.old_names import COMMANDS
 from tests.support.models import write_model
@@ -74,13 +74,14 @@ def test_settings_that_are_named_exist(page: Path) -> None:
         text = "\n".join(
             line if not line.startswith("|") else line.split("|")[1] for line in text.splitlines()
         )
+    choices = {f"{name.rsplit('.', 2)[0]}.{name.rsplit('.', 1)[1]}" for name in options()}
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", text):
         if name.partition(".")[0] in SECTIONS and not name.endswith(
             (".py", ".md", ".yaml", ".json", ".jsonl", ".db")
         ):
-            assert name in settings() or name.startswith(tuple(f"{free}." for free in FREE)), (
-                f"{page.name} names {name}"
-            )
+            assert name in {*settings(), *choices} or name.startswith(
+                tuple(f"{free}." for free in FREE)
+            ), f"{page.name} names {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

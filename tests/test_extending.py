@@ -122,9 +122,12 @@ def test_the_shaping_takes_from_the_reward(home: Path) -> None:
 def test_the_loss_and_the_weights_are_those_of_the_formulas(home: Path) -> None:
     config = configured(home, "soft_clip", "fading")
     catalog.import_plugins(config.algorithm.plugins)
-    case = tokens(0, 3, 4)
+    case, chosen = tokens(0, 3, 4), config.algorithm.policy_loss
     loss, _ = policy_loss(
-        "soft_clip", **case, clip=Clip(0.2, 0.2), options=config.algorithm.constants("soft_clip")
+        "soft_clip",
+        **case,
+        clip=Clip(0.2, 0.2),
+        options=catalog.POLICY_LOSSES.options("soft_clip", chosen.values),
     )
     x = case["logprobs"] - case["anchor_logprobs"]
     want = -case["advantages"] * (1 + 0.3 * torch.tanh(x / 0.3)) * (case["loss_mask"] != 0)
@@ -138,7 +141,7 @@ def test_the_loss_and_the_weights_are_those_of_the_formulas(home: Path) -> None:
         lower=0.0,
         upper=2.0,
         staleness=case["staleness"],
-        options=config.algorithm.constants("fading"),
+        options=catalog.IMPORTANCE.options("fading", config.algorithm.importance.mode.values),
     )
     ratio = (case["anchor_logprobs"] - case["behavior_logprobs"]).exp()
     want = torch.where(case["loss_mask"] != 0, ratio * 0.8 ** case["staleness"], 1)
@@ -147,7 +150,8 @@ def test_the_loss_and_the_weights_are_those_of_the_formulas(home: Path) -> None:
 
 async def test_the_queue_rejects_what_the_filter_does(home: Path) -> None:
     config = configured(home, "rambling")
-    filters, given = config.replay.filter_groups, config.algorithm.options
+    custom = config.replay.filter_groups.custom
+    assert custom is not None
     queue = ReplayQueue(
         QueueSettings(
             rollout_batch_size=2,
@@ -157,7 +161,7 @@ async def test_the_queue_rejects_what_the_filter_does(home: Path) -> None:
             max_attempts=3,
             max_num_gen_batches=0,
             shaping=Shaping(WEIGHTS, 64),
-            filter=FilterRule(custom=filters.custom, options=given[filters.custom]),
+            filter=FilterRule(custom=custom.name, options=custom.values),
             plugins=tuple(config.replay.plugins),
         )
     )

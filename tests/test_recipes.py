@@ -56,7 +56,7 @@ def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:
     algorithm = config.algorithm
     assert ("train/kl" in metrics) == algorithm.use_kl_loss
     assert ("rollout/reward_kl" in metrics) == algorithm.add_token_level_kl
-    assert ("rollout/baseline_reward" in metrics) == (algorithm.adv_estimator == "remax")
+    assert ("rollout/baseline_reward" in metrics) == (algorithm.adv_estimator.name == "remax")
     assert ("train/importance_weight" in metrics) == (algorithm.importance.level != "none")
     assert ("time/learner_anchor" in metrics) == (algorithm.anchor == "recomputed")
     if algorithm.advantage_clip is not None:

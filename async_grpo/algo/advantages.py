@@ -14,77 +14,17 @@ or a raw reward; the result does not depend on the row order or the padding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.algo.catalog import ASYMRE_SHIFT, ESTIMATORS, EstimatorTraits, register_estimator
-from async_grpo.algo.filters import TOLERANCE
+from async_grpo.algo.catalog import ESTIMATORS, EstimatorTraits
+from async_grpo.algo.estimators import EPSILON, Groups, Options
 
-EPSILON = 1e-6
 STD_LEVELS = ("group", "batch", "batch_centered", "batch_raw")
 """Whose standard deviation an estimator divides by."""
 Collective = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Rows by group: `index` [B] int64 in [0, G), `size` [G] float64."""
-
-    index: Tensor
-    size: Tensor
-
-    @classmethod
-    def of(cls, group_index: Tensor) -> Groups:
-        """Find the groups of rows with equal values in `group_index` [B]; any values serve."""
-        _, index, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
-        return cls(index, counts.double())
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum per group: [B] -> [G]."""
-        return torch.zeros_like(self.size).index_add_(0, self.index, values)
-
-    def largest(self, values: Tensor) -> Tensor:
-        """Largest value per group: [B] -> [G]."""
-        return torch.zeros_like(self.size).scatter_reduce(
-            0, self.index, values, "amax", include_self=False
-        )
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Largest minus smallest value per group: [B] -> [G]."""
-        return self.largest(values) + self.largest(-values)
-
-    def expand(self, values: Tensor) -> Tensor:
-        """Return the value of each row's group: [G] -> [B]."""
-        return values[self.index]
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of each row's group, on the row: [B] -> [B]."""
-        return self.expand(self.sum(values) / self.size)
-
-    def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each row's group, on the row, from values minus their
-        group's mean: [B] -> [B]; 0 in groups of one.
-        """
-        return self.expand((self.sum(centred.square()) / (self.size - 1).clamp(min=1)).sqrt())
-
-    def varied(self, values: Tensor) -> Tensor:
-        """Whether values of the row's group spread by more than TOLERANCE: [B] -> [B] bool."""
-        return self.expand(self.spread(values) > TOLERANCE)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Constants of the row estimators. `lengths` is [B] float64; `own`: a plugin's options."""
-
-    lengths: Tensor | None
-    norm_by_std: bool
-    std_level: str
-    asymre_shift: float
-    f_norm: float
-    own: Any = None
 
 
 @torch.no_grad()
@@ -96,7 +36,6 @@ def row_advantages(
     lengths: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     adv_std_level: str = "group",
-    asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
     options: Any = None,
 ) -> Tensor:
@@ -107,11 +46,10 @@ def row_advantages(
     them. `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is
     Dr. GRPO's advantage (arXiv 2503.20783). `adv_std_level` (`grpo`): whose: that of the group; or
     over the whole call, of the rewards about their mean (`batch`), about the means of their groups
-    (`batch_centered`), or about 0 (`batch_raw`). `asymre_shift`: added to the group mean in the
-    baseline of `asymre`. `f_norm`: divisor of `gpg`. `options`: those of a plugin's estimator. Each
-    formula and its paper is at the function of the estimator. Raises ValueError for an unknown
-    estimator, one that works on returns, options that it does not have, a shape mismatch or a
-    number that is not finite.
+    (`batch_centered`), or about 0 (`batch_raw`). `f_norm`: divisor of `gpg`. `options`: those of
+    `asymre` (None: its defaults), or of a plugin's estimator. Each formula and its paper is at the
+    function of the estimator. Raises ValueError for an unknown estimator, one that works on
+    returns, a shape mismatch or a number that is not finite.
     """
     traits = ESTIMATORS.require(estimator)
     if traits.returns:
@@ -134,9 +72,8 @@ def row_advantages(
         return rewards.to(dtype)
     groups, values = Groups.of(group_index), rewards.double()
     counts = None if lengths is None else lengths.double()
-    constants = Options(
-        counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm, options
-    )
+    own = ESTIMATORS.options(estimator, {}) if options is None else options
+    constants = Options(counts, norm_adv_by_std_in_grpo, adv_std_level, f_norm, own)
     out = ESTIMATORS.function(estimator)(values, groups, constants)
     if estimator not in ESTIMATORS.built_in:
         _check_plugin(estimator, out, values)
@@ -217,7 +154,6 @@ def compute_advantages(
     reward_baselines: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     adv_std_level: str = "group",
-    asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
     options: Any = None,
     whiten_advantages: bool | str = False,
@@ -254,7 +190,6 @@ def compute_advantages(
         lengths=lengths,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         adv_std_level=adv_std_level,
-        asymre_shift=asymre_shift,
         f_norm=f_norm,
         options=options,
     )
@@ -473,90 +408,3 @@ def _check_std_level(traits: EstimatorTraits, level: str, norm_by_std: bool) -> 
 def _check_finite(what: str, values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{what} is not finite; drop the group before its advantages are computed")
-
-
-@register_estimator("dr_grpo")
-@register_estimator("reinforce_plus_plus_baseline")
-def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - mean_g (arXiv 2503.20783); reinforce_plus_plus_baseline starts from the same."""
-    return rewards - groups.mean(rewards)
-
-
-@register_estimator("grpo")
-@register_estimator("grpo_vectorized")
-def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / (std + eps), std of group (arXiv 2402.03300) or batch (arXiv 2508.08221)."""
-    centred = rewards - groups.mean(rewards)
-    if not options.norm_by_std:
-        return centred
-    if options.std_level == "group":
-        return centred / (groups.std(centred) + EPSILON)
-    deviations = {
-        "batch": rewards - rewards.mean(),
-        "batch_centered": centred,
-        "batch_raw": rewards,
-    }[options.std_level]
-    return centred / ((deviations.square().sum() / max(len(rewards) - 1, 1)).sqrt() + EPSILON)
-
-
-@register_estimator("grpo_passk")
-def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """Best minus second best reward for the best, 0 for others and in a tie (arXiv 2503.19595)."""
-    best = rewards == groups.expand(groups.largest(rewards))
-    alone = best & (groups.expand(groups.sum(best.double())) == 1)
-    second = groups.expand(groups.largest(torch.where(alone, -torch.inf, rewards)))
-    gap = torch.where(alone & second.isfinite(), rewards - second, 0)
-    return (
-        gap / (groups.std(rewards - groups.mean(rewards)) + EPSILON) if options.norm_by_std else gap
-    )
-
-
-@register_estimator("rloo")
-def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R minus the mean of the others = n / (n - 1) (R - mean_g) (arXiv 2402.14740)."""
-    return (rewards - groups.mean(rewards)) * groups.expand(
-        groups.size / (groups.size - 1).clamp(min=1)
-    )
-
-
-@register_estimator("opo")
-def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - sum_g(L R) / sum_g(L), L the lengths (arXiv 2505.23585); without tokens R - mean_g."""
-    centred, lengths = rewards - groups.mean(rewards), options.lengths
-    assert lengths is not None, "the trait `lengths` demands them"
-    total = groups.expand(groups.sum(lengths)).clamp(min=1)
-    # Shares, not a quotient of sums: a row that alone has tokens gets exactly 0, which whitening
-    # would magnify otherwise.
-    return centred - groups.expand(groups.sum(lengths / total * centred))
-
-
-@register_estimator("gpg")
-def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """alpha (R - mean_g) / f_norm, alpha = B / rows of groups with variance (arXiv 2504.02546)."""
-    rows = groups.varied(rewards).sum(dtype=torch.float64).clamp(min=1)
-    return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
-
-
-@register_estimator("maxrl")
-def _maxrl(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / mean_g for rewards of at least 0 (arXiv 2602.02710); 0 where the mean is 0 or
-    below.
-
-    A mean under 1e-6 of the group's largest magnitude is 0 up to rounding: only rewards of both
-    signs can have it (or a million rows).
-    """
-    mean = groups.mean(rewards)
-    positive = mean > TOLERANCE * groups.expand(groups.largest(rewards.abs()))
-    return torch.where(positive, (rewards - mean) / torch.where(positive, mean, 1), 0)
-
-
-@register_estimator("raw")
-def _raw(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R."""
-    return rewards
-
-
-@register_estimator("asymre")
-def _asymre(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - (mean_g + shift) (arXiv 2506.20520)."""
-    return rewards - groups.mean(rewards) - options.asymre_shift

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.algo.catalog import GROUP_FILTERS, make_options
+from async_grpo.algo.catalog import GROUP_FILTERS
 
 TOLERANCE = 1e-6
 _REASON = re.compile(r"[a-z0-9_]{1,40}")
@@ -140,7 +140,7 @@ def filter_reason(
 
 def _custom_reason(name: str, facts: GroupFacts, options: Mapping[str, Any]) -> str | None:
     try:
-        reason = GROUP_FILTERS.function(name)(facts, make_options(name, options))
+        reason = GROUP_FILTERS.function(name)(facts, GROUP_FILTERS.options(name, options))
     except Exception as error:
         raise ValueError(f"group filter {name!r} failed: {error!r}") from error
     if reason is not None and not (isinstance(reason, str) and _REASON.fullmatch(reason)):

@@ -9,14 +9,14 @@ depend on the order of the terms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.algo.catalog import IMPORTANCE, register_importance
+from async_grpo.algo.catalog import IMPORTANCE
+from async_grpo.algo.importance_modes import Ratios
 from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import bounded_exp
 from async_grpo.algo.rows import check_shapes, row_extremes, row_means, row_sums
@@ -33,36 +33,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 }
 """How scores of tokens become that of a row: name -> (scores, valid, row_index) -> on each token.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """What an importance mode makes weights of; tensors have one shape, [B, T] or packed [N].
-
-    `ratio`: w on every token at the configured level, float64, 1 on masked entries. `staleness`:
-    the lag per token in learner steps, None where the caller has none.
-    """
-
-    ratio: Tensor
-    valid: Tensor
-    lower: float
-    upper: float
-    staleness: Tensor | None
-    row_index: Tensor | None
-    options: Any
-
-
-@register_importance("truncate")
-def _truncate(ratios: Ratios) -> Tensor:
-    """Clamped into [lower, upper] (truncated importance sampling)."""
-    return ratios.ratio.clamp(ratios.lower, ratios.upper)
-
-
-@register_importance("mask")
-def _mask(ratios: Ratios) -> Tensor:
-    """0 outside [lower, upper] (IcePop, masked importance sampling)."""
-    inside = (ratios.ratio >= ratios.lower) & (ratios.ratio <= ratios.upper)
-    return ratios.ratio * inside  # NaN stays NaN
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Policy losses by name: one call for every loss, per token.
 
 Runs in: learner ranks. Hides the numerics of importance ratios, the clip interval of a token by its
-lag, and which loss needs what (rows, a selection); the traits stand in `catalog`.
+lag, and which loss needs what (rows, a selection): its traits stand with its formula.
 
 Invariants: inputs are cleaned before any arithmetic, because masking a result does not stop 0 * inf
 in the backward pass: masked entries may hold anything (NaN and infinity included) and give loss and
@@ -16,23 +16,24 @@ Names below: x = current - anchor log-prob, r = exp(x), A advantage, sg = withou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
-from async_grpo.algo.catalog import POLICY_LOSSES, register_policy_loss
+from async_grpo.algo.catalog import CLIP_SCHEDULES, POLICY_LOSSES, Constants, choice, number
+from async_grpo.algo.late import torch
 from async_grpo.algo.rows import check_shapes, row_means, row_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    LossAndDiagnostics = tuple[Tensor, dict[str, Tensor]]
+    """Loss per token, and the diagnostics in which this loss differs from r and from "nothing
+    clipped".
+    """
 
 MAX_LOG_RATIO = 20.0
 M2PO_OPEN = 1e5
 """Upper bound of the ratio where M2PO does not clip."""
-
-LossAndDiagnostics = tuple[Tensor, dict[str, Tensor]]
-"""Loss per token, and the diagnostics in which this loss differs from r and from "nothing clipped".
-"""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,41 @@ class Clip:
             )
 
 
-CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "constant": lambda lag, rate: torch.ones_like(lag),
-    "harmonic": lambda lag, rate: 1 / (1 + rate * lag),
-    "exponential": lambda lag, rate: torch.pow(rate, lag),
-}
-"""Kind -> (lag, rate) -> factor in (0, 1], 1 at lag 0, not increasing."""
+# A schedule is (lag, rate) -> factor in (0, 1], 1 at lag 0, not increasing.
+
+
+@CLIP_SCHEDULES.register("constant")
+def _constant(lag: Tensor, rate: float) -> Tensor:
+    """1."""
+    return torch.ones_like(lag)
+
+
+@dataclass(frozen=True)
+class Narrowing(Constants):
+    """Constants of the clip schedule `harmonic`."""
+
+    rate: float = number(1.0, "Rate by which the clip interval narrows with the lag.", ge=0)
+    floor: float = number(0.0, "Smallest factor that the schedule may reach.", ge=0, le=1)
+
+
+@CLIP_SCHEDULES.register("harmonic", options=Narrowing)
+def _harmonic(lag: Tensor, rate: float) -> Tensor:
+    """1 / (1 + rate k)."""
+    return 1 / (1 + rate * lag)
+
+
+@dataclass(frozen=True)
+class Decay(Constants):
+    """Constants of the clip schedule `exponential`."""
+
+    rate: float = number(1.0, "What the clip interval is multiplied by per lag.", ge=0, le=1)
+    floor: float = number(0.0, "Smallest factor that the schedule may reach.", ge=0, le=1)
+
+
+@CLIP_SCHEDULES.register("exponential", options=Decay)
+def _exponential(lag: Tensor, rate: float) -> Tensor:
+    """rate^k."""
+    return torch.pow(rate, lag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +132,7 @@ class Terms:
     selection: Tensor | None
     clip: Clip
     options: Any
-    """The constants of the loss (`catalog.Sapo` and so on, or a plugin's), None without."""
+    """The constants of the loss (`Sapo` and so on, or a plugin's), None without."""
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Lower and upper bound of the ratio, by the token's lag."""
@@ -130,7 +160,7 @@ def clip_widths(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     and types as in `clip_bounds`.
     """
     lag = staleness if staleness.is_floating_point() else staleness.to(torch.get_default_dtype())
-    factor = CLIP_SCHEDULES[clip.kind](lag.clamp(min=0), clip.rate).clamp(min=clip.floor)
+    factor = CLIP_SCHEDULES.function(clip.kind)(lag.clamp(min=0), clip.rate).clamp(min=clip.floor)
     return clip.low * factor, clip.high * factor
 
 
@@ -172,27 +202,42 @@ def _clipped(
     return loss, diagnostics
 
 
-@register_policy_loss("ppo_clip")
+@POLICY_LOSSES.register("ppo_clip", clipped=True, dual_clip=True)
 def ppo_clip(terms: Terms) -> LossAndDiagnostics:
     """l = -min(r A, clip(r) A) (arXiv 1707.06347); dual: l <= -c A if A < 0 (arXiv 1912.09729)."""
     return _clipped(terms.log_ratio.exp(), terms.advantages, terms.bounds(), terms.clip.dual)
 
 
-@register_policy_loss("gspo")
+@POLICY_LOSSES.register(
+    "gspo",
+    clipped=True,
+    rows=True,
+    response_ratio=True,
+    by_length=True,
+    one_advantage=True,
+    widths="3e-4 and 4e-4",
+)
 def gspo(terms: Terms) -> LossAndDiagnostics:
     """l = -min(s A, clip(s) A), s = exp(mean of x over the response) (arXiv 2507.18071)."""
     ratio = bounded_exp(terms.row_mean(terms.difference))
     return _clipped(ratio, terms.advantages, terms.bounds())
 
 
-@register_policy_loss("gspo_token")
+@POLICY_LOSSES.register(
+    "gspo_token",
+    clipped=True,
+    rows=True,
+    response_ratio=True,
+    by_length=True,
+    widths="3e-4 and 4e-4",
+)
 def gspo_token(terms: Terms) -> LossAndDiagnostics:
     """GSPO with an advantage per token: the ratio is sg(s) exp(current - sg(current))."""
     log_ratio = terms.row_mean(terms.difference.detach()) + (terms.current - terms.current.detach())
     return _clipped(bounded_exp(log_ratio), terms.advantages, terms.bounds())
 
 
-@register_policy_loss("cispo")
+@POLICY_LOSSES.register("cispo", clipped=True, widths="1.0 (open at lag 0) and 4.0")
 def cispo(terms: Terms) -> LossAndDiagnostics:
     """l = -sg(clip(r)) A current: the clip bounds the weight, whatever the sign of A (`clipped_low`
     and `clipped_high` say where), and every token keeps gradient (arXiv 2506.13585).
@@ -202,7 +247,15 @@ def cispo(terms: Terms) -> LossAndDiagnostics:
     return loss, {"clipped_low": ratio < lower, "clipped_high": ratio > upper}
 
 
-@register_policy_loss("sapo")
+@dataclass(frozen=True)
+class Sapo(Constants):
+    """Constants of the loss `sapo`."""
+
+    tau_pos: float = number(1.0, "Temperature of the soft gate for positive advantages.", gt=0)
+    tau_neg: float = number(1.05, "Temperature of the soft gate for negative advantages.", gt=0)
+
+
+@POLICY_LOSSES.register("sapo", options=Sapo)
 def sapo(terms: Terms) -> LossAndDiagnostics:
     """l = -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (arXiv 2511.20347)."""
     pos, neg = terms.options.tau_pos, terms.options.tau_neg
@@ -210,7 +263,14 @@ def sapo(terms: Terms) -> LossAndDiagnostics:
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
 
 
-@register_policy_loss("gmpo")
+@POLICY_LOSSES.register(
+    "gmpo",
+    clipped=True,
+    rows=True,
+    response_ratio=True,
+    one_advantage=True,
+    widths="0.4 and 0.4, of the log ratio",
+)
 def gmpo(terms: Terms) -> LossAndDiagnostics:
     """l = -A exp(mean of clipped x over the response) on every token (arXiv 2507.20673).
 
@@ -223,9 +283,14 @@ def gmpo(terms: Terms) -> LossAndDiagnostics:
     return -advantages * ratio, {"ratio": ratio, "clipped_low": low, "clipped_high": high}
 
 
-@register_policy_loss("gpg")
-@register_policy_loss("reinforce")
-@register_policy_loss("asymre")
+@POLICY_LOSSES.register(
+    "asymre",
+    ratio_free=True,
+    estimators=("asymre",),
+    reason="the loss has no ratio and needs the shifted baseline",
+)
+@POLICY_LOSSES.register("reinforce", ratio_free=True, weighed=True)
+@POLICY_LOSSES.register("gpg", ratio_free=True)
 def policy_gradient(terms: Terms) -> LossAndDiagnostics:
     """l = -A current: GPG (arXiv 2504.02546), REINFORCE (a correction comes as weights), asymmetric
     REINFORCE (arXiv 2506.20520).
@@ -233,14 +298,47 @@ def policy_gradient(terms: Terms) -> LossAndDiagnostics:
     return -terms.advantages * terms.current, {}
 
 
-@register_policy_loss("clip_cov")
+@dataclass(frozen=True)
+class ClipCov(Constants):
+    """Constants of the loss `clip_cov`."""
+
+    ratio: float = number(
+        2e-4,
+        "Share of the tokens of an update whose loss is set to 0, drawn by hash from those with a "
+        "covariance between the bounds.",
+        gt=0,
+        le=1,
+    )
+    lower: float = number(1.0, "Lower bound of the covariance.")
+    upper: float = number(5.0, "Upper bound of the covariance.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lower >= self.upper:
+            raise ValueError(f"`lower` is {self.lower:g}; it must be below `upper`, {self.upper:g}")
+
+
+@POLICY_LOSSES.register("clip_cov", clipped=True, selects="tokens", options=ClipCov)
 def clip_cov(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss, 0 on the selected tokens (arXiv 2505.22617)."""
     loss, diagnostics = _clipped(terms.log_ratio.exp(), terms.advantages, terms.bounds())
     return torch.where(terms.selected(), 0, loss), diagnostics
 
 
-@register_policy_loss("kl_cov")
+@dataclass(frozen=True)
+class KlCov(Constants):
+    """Constants of the loss `kl_cov`."""
+
+    ratio: float = number(
+        2e-4,
+        "Share of the tokens of an update with the largest covariance, which get the penalty.",
+        gt=0,
+        le=1,
+    )
+    coef: float = number(0.1, "Weight of |log ratio| on those tokens.", ge=0)
+
+
+@POLICY_LOSSES.register("kl_cov", selects="tokens", options=KlCov)
 def kl_cov(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty
     must not let go of far tokens.
@@ -249,7 +347,27 @@ def kl_cov(terms: Terms) -> LossAndDiagnostics:
     return -terms.log_ratio.exp() * terms.advantages + penalty, {}
 
 
-@register_policy_loss("m2po")
+@dataclass(frozen=True)
+class M2po(Constants):
+    """Constants of the loss `m2po`."""
+
+    budget: float = number(
+        0.04,
+        "Mean squared log ratio that the tokens which move away from the anchor may have; above "
+        "it the clip interval narrows.",
+        gt=0,
+    )
+
+
+@POLICY_LOSSES.register(
+    "m2po",
+    clipped=True,
+    dual_clip=True,
+    selects="bound",
+    sampler_anchor=True,
+    widths="0.3 and 0.5, at least",
+    options=M2po,
+)
 def m2po(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection
     (arXiv 2510.01161). An infinite T gives [0, 1e5], as the authors have it.
@@ -261,7 +379,36 @@ def m2po(terms: Terms) -> LossAndDiagnostics:
     return _clipped(terms.log_ratio.exp(), terms.advantages, (lower, upper), terms.clip.dual)
 
 
-@register_policy_loss("dppo")
+@dataclass(frozen=True)
+class Dppo(Constants):
+    """Constants of the loss `dppo`."""
+
+    divergence: Literal["tv", "kl"] = choice(
+        "tv",
+        "Divergence between the probabilities of a token: total variation, or KL, of the two-way "
+        "choice 'this token or another'.",
+    )
+    low: float = number(
+        0.2,
+        "Tokens with a negative advantage are dropped when their probability has fallen by more "
+        "than this divergence.",
+        ge=0,
+    )
+    high: float = number(
+        0.2,
+        "Tokens with a positive advantage are dropped when their probability has risen by more "
+        "than this divergence.",
+        ge=0,
+    )
+    ratio_cap: float | None = number(
+        None,
+        "Null: the kept tokens' loss is -ratio x advantage; a number: -min(ratio, cap) x "
+        "advantage x log-prob with a detached ratio.",
+        gt=0,
+    )
+
+
+@POLICY_LOSSES.register("dppo", options=Dppo)
 def dppo(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, or -sg(min(r, cap)) A current; 0 for tokens whose probability has moved too far
     (arXiv 2602.04879).
@@ -292,7 +439,25 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_q) - torch.expm1(log_p) * (log_not_p - log_not_q)
 
 
-@register_policy_loss("opmd")
+@dataclass(frozen=True)
+class Opmd(Constants):
+    """Constants of the loss `opmd`."""
+
+    tau: float = number(0.1, "Weight of the squared log ratio to the sampling policy.", gt=0)
+    level: Literal["token", "sequence"] = choice(
+        "token",
+        "Square the log ratio of each token, or of the whole response (the paper; use it with a "
+        "`seq-mean-token-sum` aggregation).",
+    )
+
+
+@POLICY_LOSSES.register(
+    "opmd",
+    ratio_free=True,
+    estimators=("rloo", "grpo", "grpo_vectorized", "dr_grpo"),
+    reason="it needs R - mean, not whitened",
+    options=Opmd,
+)
 def opmd(terms: Terms) -> LossAndDiagnostics:
     """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its
     division by tau). Level "sequence": d is the response's sum, and each of its L tokens holds d^2
@@ -305,7 +470,13 @@ def opmd(terms: Terms) -> LossAndDiagnostics:
     return -terms.advantages * terms.current + terms.options.tau / 2 * squared, {}
 
 
-@register_policy_loss("topr")
+@POLICY_LOSSES.register(
+    "topr",
+    ratio_free=True,
+    rows=True,
+    estimators=("raw", "grpo", "grpo_vectorized", "dr_grpo", "rloo"),
+    reason="it splits responses by the sign of the advantage",
+)
 def topr(terms: Terms) -> LossAndDiagnostics:
     """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior
     over the response), the diagnostic `ratio` (arXiv 2503.14286).

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from async_grpo.algo.advantages import EPSILON, Groups
+from async_grpo.algo.estimators import EPSILON, Groups
 from async_grpo.algo.filters import TOLERANCE
 from async_grpo.algo.invariance import norm_levels
 from async_grpo.algo.rewards import score

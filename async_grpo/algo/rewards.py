@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.algo.catalog import REWARD_SHAPINGS, make_options
+from async_grpo.algo.catalog import REWARD_SHAPINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ class Shaping:
             value += self._penalty(length)
         for name, values in self.plugins:
             response = ShapedResponse(rewards, length, self.response_length)
-            found = REWARD_SHAPINGS.function(name)(value, response, make_options(name, values))
+            found = REWARD_SHAPINGS.function(name)(
+                value, response, REWARD_SHAPINGS.options(name, values)
+            )
             value = float(found)
             if not math.isfinite(value):
                 raise ValueError(f"reward shaping {name!r} returned {found}, no finite number")

@@ -7,8 +7,12 @@ the same number in any layout; gradients pass.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from async_grpo.algo.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:

@@ -212,7 +212,7 @@ def _device(config: Config, nodes: Sequence[Node]) -> str:
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
     """Tell whether learner and engines share GPUs; `auto`: if the ranks take all, and may share."""
-    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
+    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend.name)
     if cluster.layout != "auto":
         return cluster.layout == "colocated"
     if cluster.engine.tensor_parallel_size > 1 or (transport and not transport.colocated):
@@ -233,7 +233,7 @@ def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
 
 def needing_gpus(config: Config) -> list[tuple[str, bool]]:
     """Return the settings that only GPUs can fulfil, and whether the run has each."""
-    size, backend = config.cluster.engine.tensor_parallel_size, config.weight_sync.backend
+    size, backend = config.cluster.engine.tensor_parallel_size, config.weight_sync.backend.name
     transport = TRANSPORTS.get(backend)
     return [
         ("cluster.layout: colocated", config.cluster.layout == "colocated"),

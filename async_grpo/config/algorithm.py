@@ -1,6 +1,6 @@
 """The settings of `algorithm`: how rewards become advantages, and advantages a loss.
 
-Runs in: any process (imports pydantic only). Hides nothing; names and constants of losses and
+Runs in: any process (imports pydantic only). Hides nothing; names and options of losses and
 estimators are those of `algo.catalog`, the formulas are in `async_grpo.algo`, the rules that span
 several of these settings in `checks`.
 """
@@ -12,51 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from async_grpo.algo.catalog import (
-    ASYMRE_SHIFT,
-    ESTIMATORS,
-    IMPORTANCE,
-    POLICY_LOSSES,
-    ClipCov,
-    Dppo,
-    KlCov,
-    M2po,
-    Opmd,
-    Registry,
-    Sapo,
-    make_options,
-)
-from async_grpo.config.section import (
-    Above0,
-    AtLeast0,
-    Fraction,
-    ModuleName,
-    Positive,
-    Section,
-    warn,
-)
-
-SECTIONS = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
-"""Losses whose constants have a section of their own; others stand under `algorithm.options`."""
-
-
-def _names(registry: Registry[Any]) -> Any:
-    """Return the built-in names as the words of a setting; `plugins` adds a user's."""
-    names: list[Any] = [name for name in registry if name in registry.built_in]
-    return Field(json_schema_extra={"enum": names})
-
-
-class ClipSchedule(Section):
-    """How the clip interval shrinks with the lag k: not, eps / (1 + rate k), or eps rate^k."""
-
-    kind: Literal["constant", "harmonic", "exponential"] = "constant"
-    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
-    rate^k.
-    """
-    rate: AtLeast0 = 1.0
-    """Rate of the schedule; for `exponential` at most 1."""
-    floor: Fraction = 0.0
-    """Smallest factor the schedule may reach."""
+from async_grpo.algo.catalog import ESTIMATORS
+from async_grpo.config.choice import Chosen, OneOf
+from async_grpo.config.section import Above0, AtLeast0, ModuleName, Positive, Section, warn
 
 
 class Importance(Section):
@@ -66,7 +24,7 @@ class Importance(Section):
     """Off-policy weight of the anchor against the behaviour policy: per token, its product over the
     response, or its geometric mean.
     """
-    mode: Annotated[str, _names(IMPORTANCE)] = "truncate"
+    mode: Annotated[Chosen, OneOf("importance")] = Chosen(name="truncate")
     """Clamp a weight into [lower, upper] (truncated importance sampling), or set it to 0 outside
     (IcePop); or a plugin's mode.
     """
@@ -141,7 +99,7 @@ class Algorithm(Section):
     """Set advantages, rewards, policy loss and corrections."""
 
     on_resume = warn("how rewards become gradients, from the next step on", trains=True)
-    adv_estimator: Annotated[str, _names(ESTIMATORS)] = "grpo"
+    adv_estimator: Annotated[Chosen, OneOf("estimator")] = Chosen(name="grpo")
     """How rewards become advantages; or a plugin's estimator."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by a standard deviation (`grpo`, `grpo_passk`, `turn_grpo`); false is Dr. GRPO's
@@ -159,8 +117,6 @@ class Algorithm(Section):
     """What `gamma` discounts by: sampled tokens, or turns; null: turns of episodes, and tokens of
     plain responses.
     """
-    asymre_shift: float = ASYMRE_SHIFT
-    """Added to the group mean in `asymre`'s baseline; below 0 keeps off-policy learning stable."""
     whiten_advantages: bool | Literal["shift", "keep_mean"] = False
     """Subtract the advantages' mean over all tokens of the step and divide by their deviation
     (`shift`, or true); `keep_mean` adds the mean again.
@@ -189,11 +145,11 @@ class Algorithm(Section):
     """Subtract a KL penalty to the reference from every token's reward (not with `use_kl_loss`)."""
     kl_ctrl: KlCtrl = KlCtrl()
     overlong_buffer: OverlongBuffer = OverlongBuffer()
-    reward_shaping: list[str] = Field([])
+    reward_shaping: list[Annotated[Chosen, OneOf("reward_shaping")]] = Field([])
     """Reward shapings of plugins, applied after the others in this order."""
     mask_truncated: bool = False
     """Leave truncated responses out of the loss; they still count in the group statistics."""
-    policy_loss: Annotated[str, _names(POLICY_LOSSES)] = "ppo_clip"
+    policy_loss: Annotated[Chosen, OneOf("policy_loss")] = Chosen(name="ppo_clip")
     """Loss of one token; or a plugin's loss."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Half-width of the clip interval around ratio 1, for sides without a value of their own."""
@@ -213,13 +169,10 @@ class Algorithm(Section):
     """Bound the loss of negative advantages too (`ppo_clip`, `m2po`)."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Bound of the loss for negative advantages when `dual_clip_loss` is on."""
-    clip_schedule: ClipSchedule = ClipSchedule()
-    sapo: Sapo = Sapo()
-    dppo: Dppo = Dppo()
-    opmd: Opmd = Opmd()
-    clip_cov: ClipCov = ClipCov()
-    kl_cov: KlCov = KlCov()
-    m2po: M2po = M2po()
+    clip_schedule: Annotated[Chosen, OneOf("clip_schedule")] = Chosen(name="constant")
+    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
+    rate^k.
+    """
     anchor: Literal["behavior", "recomputed", "interpolated"] = "behavior"
     """Centre of the trust region: the policy that sampled each token, the learner's policy before
     the step (one more forward pass), or a mixture of both by the token's lag (A-3PO, no forward
@@ -287,8 +240,6 @@ class Algorithm(Section):
     """Python modules of yours that register estimators, losses, importance modes or reward
     shapings; see docs/extending.md.
     """
-    options: dict[str, dict[str, Any]] = Field({})
-    """Options of plugins by registered name, checked by the class that the plugin registers."""
 
     @property
     def clip_low(self) -> float:
@@ -303,23 +254,9 @@ class Algorithm(Section):
     @property
     def has_baseline(self) -> bool:
         """Whether the estimator needs a greedy response in every group, beside those to train."""
-        return self.adv_estimator in ESTIMATORS.where(lambda traits: traits.baseline)
+        return self.adv_estimator.name in ESTIMATORS.where(lambda traits: traits.baseline)
 
     @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is needed."""
         return self.use_kl_loss or self.add_token_level_kl
-
-    def constants(self, name: str) -> Any:
-        """Return the constants of what is registered as `name`, None without; its module is
-        imported.
-        """
-        own = {
-            "sapo": self.sapo,
-            "dppo": self.dppo,
-            "opmd": self.opmd,
-            "clip_cov": self.clip_cov,
-            "kl_cov": self.kl_cov,
-            "m2po": self.m2po,
-        }
-        return own[name] if name in own else make_options(name, self.options.get(name, {}))

@@ -20,7 +20,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _estimator(config: Config, known: Known) -> Iterator[str]:
-    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator.name
     traits = known.estimator(config)
     if traits.compares and config.rollout.group_size < 2:
         yield (
@@ -69,7 +69,7 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
 
 def _pairs(config: Config, known: Known) -> Iterator[str]:
     algorithm = config.algorithm
-    name, loss = algorithm.adv_estimator, algorithm.policy_loss
+    name, loss = algorithm.adv_estimator.name, algorithm.policy_loss.name
     wanted, partners = known.loss(config), known.estimator(config)
     if wanted.estimators and name not in wanted.estimators:
         yield (
@@ -95,16 +95,12 @@ def _pairs(config: Config, known: Known) -> Iterator[str]:
 
 
 def _clip(config: Config, known: Known) -> Iterator[str]:
-    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
-    schedule = algorithm.clip_schedule
-    if schedule.kind == "exponential" and schedule.rate > 1:
+    algorithm, traits = config.algorithm, known.loss(config)
+    loss = algorithm.policy_loss.name
+    schedule = algorithm.clip_schedule.name
+    if schedule != "constant" and not traits.clipped:
         yield (
-            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is "
-            "at most 1, since the clip interval must not widen with lag."
-        )
-    if schedule.kind != "constant" and not traits.clipped:
-        yield (
-            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no "
+            f"`algorithm.clip_schedule` is {schedule}, but `policy_loss: {loss}` has no "
             "clip interval; losses with one: "
             f"{_listed(POLICY_LOSSES.where(lambda other: other.clipped))}."
         )
@@ -128,7 +124,8 @@ def _clip(config: Config, known: Known) -> Iterator[str]:
 
 
 def _anchor(config: Config, known: Known) -> Iterator[str]:
-    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    algorithm, traits = config.algorithm, known.loss(config)
+    loss = algorithm.policy_loss.name
     anchor = algorithm.anchor
     if traits.sampler_anchor and anchor != "behavior":
         yield (
@@ -144,7 +141,8 @@ def _anchor(config: Config, known: Known) -> Iterator[str]:
 
 
 def _row_losses(config: Config, known: Known) -> Iterator[str]:
-    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    algorithm, traits = config.algorithm, known.loss(config)
+    loss = algorithm.policy_loss.name
     mode = algorithm.loss_agg_mode
     sums = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
     if traits.response_ratio and mode not in ("seq-mean-token-mean", *sums * traits.by_length):
@@ -154,20 +152,17 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
             "response and is a mean over responses: use seq-mean-token-mean, others would weigh "
             f"responses by length{more}."
         )
-    if (
-        loss == "opmd"
-        and algorithm.opmd.level == "sequence"
-        and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
-    ):
+    by_response = loss == "opmd" and algorithm.policy_loss.values["level"] == "sequence"
+    whole_rows = "`algorithm.policy_loss: {name: opmd, level: sequence}`"
+    if by_response and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
         yield (
-            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
-            "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
+            f"`algorithm.loss_agg_mode` is {mode}; {whole_rows} is a sum over each response: use "
+            "seq-mean-token-sum or seq-mean-token-sum-norm."
         )
-    if loss == "opmd" and algorithm.opmd.level == "sequence" and algorithm.top_entropy_share < 1:
+    if by_response and algorithm.top_entropy_share < 1:
         yield (
             f"`algorithm.top_entropy_share` is {algorithm.top_entropy_share:g}, which takes parts "
-            "out of the sum over each response that `algorithm.opmd.level: sequence` is; use 1, or "
-            "level token."
+            f"out of the sum over each response that {whole_rows} is; use 1, or level token."
         )
     if traits.response_ratio and traits.one_advantage:
         whole = f"but `policy_loss: {loss}` has one ratio, and one weight, per response; allowed"
@@ -190,13 +185,14 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
     if traits.one_advantage and varying and known.estimator(config).returns:
         yield (
             f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
-            f"`adv_estimator: {algorithm.adv_estimator}` with `gamma` below 1 or "
+            f"`adv_estimator: {algorithm.adv_estimator.name}` with `gamma` below 1 or "
             "`add_token_level_kl` gives one per token; use gspo_token."
         )
 
 
 def _weights(config: Config, known: Known) -> Iterator[str]:
-    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    algorithm, traits = config.algorithm, known.loss(config)
+    loss = algorithm.policy_loss.name
     anchor, importance = algorithm.anchor, algorithm.importance
     if importance.level != "none" and traits.ratio_free and not traits.weighed:
         yield (
@@ -220,10 +216,10 @@ def _weights(config: Config, known: Known) -> Iterator[str]:
 
 def _towards_the_sampler(config: Config, _: Known) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.behavior_penalty and algorithm.policy_loss == "opmd":
+    if algorithm.behavior_penalty and algorithm.policy_loss.name == "opmd":
         yield (
             "`algorithm.behavior_penalty` is above 0, but `policy_loss: opmd` has that penalty: "
-            "set `algorithm.opmd.tau` to twice the weight instead."
+            "set its `tau` to twice the weight instead."
         )
     against = algorithm.opsm_against if algorithm.opsm_delta is not None else "behavior"
     if against == "anchor" and algorithm.anchor == "behavior":
@@ -306,7 +302,7 @@ def _normalises(algorithm: Algorithm) -> bool:
 
 def _levels(algorithm: Algorithm, traits: EstimatorTraits) -> Iterator[str]:
     """Judge whose mean and deviation normalise the rewards."""
-    name, whiten = algorithm.adv_estimator, algorithm.whiten_advantages
+    name, whiten = algorithm.adv_estimator.name, algorithm.whiten_advantages
     norm, shift, scale = algorithm.reward_norm, algorithm.reward_shift, algorithm.reward_scale
     mean, std = norm_levels(norm, shift, scale)
     given = {"`reward_norm`": norm, "`reward_shift`": shift, "`reward_scale`": scale}
@@ -344,7 +340,7 @@ def _levels(algorithm: Algorithm, traits: EstimatorTraits) -> Iterator[str]:
 
 def _reward_norm(config: Config, known: Known) -> Iterator[str]:
     algorithm, traits = config.algorithm, known.estimator(config)
-    name, norm = algorithm.adv_estimator, algorithm.reward_norm
+    name, norm = algorithm.adv_estimator.name, algorithm.reward_norm
     if isinstance(norm, dict) and not set(norm.values()) - {"none"}:
         yield (
             "`algorithm.reward_norm` names no statistics: give its `mean` or `std` one of group, "
@@ -370,7 +366,7 @@ def _components(config: Config, known: Known) -> Iterator[str]:
     level, traits, name = (
         config.task.rewards_norm,
         known.estimator(config),
-        config.algorithm.adv_estimator,
+        config.algorithm.adv_estimator.name,
     )
     if level == "none":
         return
@@ -412,7 +408,7 @@ def _rewards(config: Config, known: Known) -> Iterator[str]:
 
 
 def _filter(config: Config, known: Known) -> Iterator[str]:
-    groups, name = config.replay.filter_groups, config.algorithm.adv_estimator
+    groups, name = config.replay.filter_groups, config.algorithm.adv_estimator.name
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (

@@ -281,7 +281,7 @@ def speculation_on_cpu(config: Config) -> Iterator[str]:
 
 
 def _transport(config: Config) -> Iterator[str]:
-    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
+    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend.name)
     if transport is None:  # `auto` fits
         return
     if cluster.device == "cpu" and transport.needs_gpu:

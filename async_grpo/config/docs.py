@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from async_grpo.config.choice import OneOf
 from async_grpo.config.schema import Config
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -25,6 +28,8 @@ class Setting:
     allowed: str
     default: Any
     description: str
+    kind: str = ""
+    """Of a setting that names one of several with its options: the kind (`choice.REGISTRIES`)."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -41,7 +46,8 @@ def settings() -> dict[str, Setting]:
     def visit(node: dict[str, Any], prefix: str) -> None:
         for key, spec in node.get("properties", {}).items():
             name = f"{prefix}{key}"
-            target = _section_of(spec)
+            kind = _kind_of(spec)
+            target = None if kind else _section_of(spec)
             inner = schema["$defs"][target] if target else None
             description = spec.get("description") or (inner or {}).get("description", "")
             allowed = _section_words(inner, spec) if inner else words(_inlined(spec, schema))
@@ -51,12 +57,52 @@ def settings() -> dict[str, Setting]:
                 allowed=allowed,
                 default=spec.get("default"),
                 description=" ".join(description.split()),
+                kind=kind,
             )
             if inner:
                 visit(inner, f"{name}.")
 
     visit(schema, "")
     return found
+
+
+@cache
+def options() -> dict[str, Setting]:
+    """Return every option of what is built in, by the setting that chooses it, its name and the
+    option: `algorithm.policy_loss.sapo.tau_pos`.
+    """
+    found: dict[str, Setting] = {}
+    for setting in settings().values():
+        for name in OneOf(setting.kind).built_in if setting.kind else ():
+            own = OneOf(setting.kind).options(name)
+            schema = {} if own is None else TypeAdapter(own).json_schema()["properties"]
+            for key, spec in schema.items():
+                found[f"{setting.name}.{name}.{key}"] = Setting(
+                    name=f"{setting.name}.{name}.{key}",
+                    section=False,
+                    allowed=words(spec),
+                    default=spec["default"],
+                    description=spec["description"],
+                )
+    return found
+
+
+def spelled(name: str) -> str:
+    """Write a setting, or an option, by its name: `learner.lr`, or `algorithm.policy_loss: {name:
+    sapo, tau_pos: ...}`.
+    """
+    if name not in options():
+        return name
+    setting, chosen, key = name.rsplit(".", 2)
+    return f"{setting}: {{name: {chosen}, {key}: ...}}"
+
+
+def _kind_of(spec: dict[str, Any]) -> str:
+    """Return the kind of the choice that `spec` is, or is a list of, or may be; else ""."""
+    for part in (spec, *spec.get("anyOf", ()), spec.get("items", {})):
+        if "kind" in part:
+            return str(part["kind"])
+    return ""
 
 
 def _inlined(spec: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +128,10 @@ def words(spec: dict[str, Any]) -> str:
     """Return the values that a JSON-schema fragment admits, in words."""
     if "anyOf" in spec:
         return ", or ".join(words(option) for option in spec["anyOf"])
+    if "kind" in spec:
+        names = ", ".join(spec["enum"])
+        own = f"one of {names}" if names else "the name of a plugin's"
+        return f"{own}, or a mapping of `name` and its options"
     if "enum" in spec:
         return "one of " + ", ".join(spec["enum"])
     if "const" in spec:

@@ -23,16 +23,17 @@ from pydantic import ValidationError
 
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
-from async_grpo.config.docs import Setting, settings, show, single_line
+from async_grpo.config.docs import Setting, settings, show, single_line, spelled
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
+from async_grpo.config.stored import answers, renewed
 from async_grpo.config.unused import unused
 from async_grpo.errors import SetupError
 from async_grpo.runtime.parts import part
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-"""What pydantic calls an unknown key of a section and of a loss's constants."""
+"""What pydantic calls an unknown key of a section and of options."""
 
 
 class ConfigError(SetupError, ValueError):
@@ -51,8 +52,10 @@ def load_config(
     overrides in order (YAML; the whole value is replaced), check everything and resolve `run.dir`.
     Raises ConfigError.
     """
-    path = locate(path)
-    data, lines = _read_file(Path(path))
+    path = Path(locate(path))
+    data, lines = _read_file(path)
+    if _is_stored(path):
+        data = renewed(data)
     places = {key: f"{path}, line {line}" for key, line in lines.items()}
     return _built(data, places, str(path), overrides, now=now, cwd=cwd, environ=environ)
 
@@ -82,6 +85,11 @@ def _built(
     for setting in settings().values():
         if setting.section and setting.default is not None:
             _empty_section(data, setting.path)
+    for key, told in answers(data):
+        raise ConfigError(
+            f"{_place(key, places, path)}: `{_dotted(key)}` is not a setting any more.\n"
+            f"Write {told}."
+        )
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -147,8 +155,10 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
             f"The value of the override {show(text)} is not valid YAML: {single_line(str(error))}."
         ) from None
     node = data
-    for key in path[:-1]:
-        inner = node.get(key)
+    for end, key in enumerate(path[:-1], 1):
+        inner, setting = node.get(key), settings().get(".".join(path[:end]))
+        if isinstance(inner, str) and setting is not None and setting.kind:
+            inner = {"name": inner}  # an option of what is chosen by its bare name
         # a copy: aliases in the file share their mapping
         node[key] = dict(inner) if isinstance(inner, dict) else {}
         node = node[key]
@@ -256,7 +266,8 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
         for inner in (path, *_leaves(path, value)):
             ours = peers.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
             if ours:
-                return f"`{inner[-1] if inner == path else _dotted(inner)}` is `{ours}` here."
+                key = inner[-1] if inner == path else _dotted(inner)
+                return f"`{key}` is `{spelled(ours)}` here."
         close = difflib.get_close_matches(
             leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6
         )
@@ -264,7 +275,9 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
         return f"Did you mean `{_dotted((*path[:-1], close[0]))}`?"
     near = difflib.get_close_matches(leaf, [*by_leaf, *peers], n=1, cutoff=0.8)
     if near:
-        ours = peers.get(near[0]) or " or ".join(by_leaf[near[0]][:3]).replace(" or ", "` or `")
+        ours = spelled(peers.get(near[0], "")) or " or ".join(by_leaf[near[0]][:3]).replace(
+            " or ", "` or `"
+        )
         return f"Did you mean `{ours}`?"
     keys = ", ".join(name.rpartition(".")[2] for name in siblings)
     return f"The keys of `{parent}` are {keys}." if parent else f"The sections are {keys}."
@@ -301,7 +314,7 @@ def _dotted(path: Sequence[Any]) -> str:
 def _refuse_unused(config: Config, places: Mapping[tuple[str, ...], str], file: str) -> None:
     stored = Path(config.run.dir) / "config.yaml"  # a run that has begun goes on as it began
     # `Path.is_file` raises for a name that is too long, which the lock refuses in words
-    before, _ = _read_file(stored) if os.path.isfile(stored) else ({}, {})
+    before = renewed(_read_file(stored)[0]) if os.path.isfile(stored) else {}
     overridden = {path for path, place in places.items() if place.startswith("override ")}
     found = list(unused(config, before=before, overridden=overridden))
     for path, sentence in found[:1]:
@@ -401,6 +414,13 @@ _OF_A_RUN = ("status.json", "lock.json", "metrics.jsonl", "journal", "checkpoint
 """What a run has written beside its `config.yaml`, one of them at least."""
 
 
+def _is_stored(path: Path) -> bool:
+    """Whether a start of a run wrote this file."""
+    return path.name == "config.yaml" and any(
+        os.path.exists(path.parent / name) for name in _OF_A_RUN
+    )
+
+
 def preflight_files(config: Config) -> None:
     """Check the files that a resolved `config` names: models (hub names by form only), data, the
     checkpoint to resume, and whether the run directory can be made. Raises ConfigError.
@@ -434,9 +454,7 @@ def preflight_files(config: Config) -> None:
             f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
             "existing checkpoint."
         )
-    if os.path.exists(run_dir / "config.yaml") and not any(
-        os.path.exists(run_dir / name) for name in _OF_A_RUN
-    ):
+    if os.path.exists(run_dir / "config.yaml") and not _is_stored(run_dir / "config.yaml"):
         raise ConfigError(
             f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote, and "
             "which a run would replace; choose another directory."

@@ -20,20 +20,20 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from async_grpo.algo import catalog
-from async_grpo.algo.catalog import EstimatorTraits, LossTraits, Registry
-from async_grpo.config.algorithm import SECTIONS
+from async_grpo.algo.catalog import EstimatorTraits, LossTraits
+from async_grpo.config.choice import REGISTRIES, Chosen
 from async_grpo.config.docs import show, words
 from async_grpo.config.schema import Config
 from async_grpo.runtime.parts import part
 
 TIMEOUT_S = 120.0
-OPTIONS = ("algorithm", "options")
 
 
 class SettingError(ValueError):
@@ -53,64 +53,59 @@ class Known:
 
     def estimator(self, config: Config) -> EstimatorTraits:
         """Return the traits of the configured estimator."""
-        name = config.algorithm.adv_estimator
+        name = config.algorithm.adv_estimator.name
         found = self.traits["estimator"].get(name)
         return catalog.ESTIMATORS[name] if found is None else EstimatorTraits(**found)
 
     def loss(self, config: Config) -> LossTraits:
         """Return the traits of the configured policy loss."""
-        name = config.algorithm.policy_loss
+        name = config.algorithm.policy_loss.name
         found = self.traits["policy_loss"].get(name)
         return catalog.POLICY_LOSSES[name] if found is None else LossTraits(**found)
 
 
 def check_plugins(config: Config) -> Known:
-    """Check all names and options of plugins. Raises SettingError for the first that is wrong."""
+    """Check all names and options of what is chosen. Raises SettingError for the first that is
+    wrong.
+    """
     algorithm, modules = config.algorithm, list(config.replay.plugins)
+    chosen = [(kind, path, choice.name, choice.values) for kind, path, choice in choices(config)]
     request = {
         "replay.plugins": modules,
         "algorithm.plugins": list(algorithm.plugins),
-        "options": algorithm.options,
-        "used": [name for _, _, name in named(config)],
+        "chosen": chosen,
     }
     if modules or algorithm.plugins:
         stamps = tuple(_stamp(name) for name in (*modules, *algorithm.plugins))
         reply = json.loads(_ask(json.dumps(request, sort_keys=True), tuple(sys.path), stamps))
         known = Known(reply["traits"], frozenset(reply["in_queue"]))
     else:
-        reply = {"imports": [], "options": option_problems(algorithm.options, _built_in())}
+        reply = {"imports": [], "options": option_problems(chosen, built_in=True)}
         known = Known({kind: {} for kind in catalog.KINDS})
     for problem in (*reply["imports"], *_unknown_names(config, known), *reply["options"]):
         raise SettingError(*problem)
     return known
 
 
-def _built_in() -> dict[str, type[Any]]:
-    """Name -> class of the options of what is built in."""
-    return {
-        name: registry[name].options
-        for registry in catalog.KINDS.values()
-        for name in registry.built_in
-        if registry[name].options is not None
-    }
-
-
-def named(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Find the settings that name something registered: (kind, path, name) of each."""
+def choices(config: Config) -> Iterator[tuple[str, tuple[str, ...], Chosen]]:
+    """Find the settings that name one of several: (kind, path, choice) of each."""
     algorithm, custom = config.algorithm, config.replay.filter_groups.custom
     yield "estimator", ("algorithm", "adv_estimator"), algorithm.adv_estimator
     yield "policy_loss", ("algorithm", "policy_loss"), algorithm.policy_loss
+    yield "clip_schedule", ("algorithm", "clip_schedule"), algorithm.clip_schedule
     yield "importance", ("algorithm", "importance", "mode"), algorithm.importance.mode
-    for name in algorithm.reward_shaping:
-        yield "reward_shaping", ("algorithm", "reward_shaping"), name
+    for place, shaping in enumerate(algorithm.reward_shaping):
+        yield "reward_shaping", ("algorithm", "reward_shaping", str(place)), shaping
     if custom is not None:
         yield "group_filter", ("replay", "filter_groups", "custom"), custom
+    yield "transport", ("weight_sync", "backend"), config.weight_sync.backend
 
 
 def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ...], str]]:
-    for kind, path, name in named(config):
-        registry = catalog.KINDS[kind]
-        names = [*(one for one in registry if one in registry.built_in), *known.traits[kind]]
+    for kind, path, choice in choices(config):
+        name, registry = choice.name, REGISTRIES[kind]
+        plugins = known.traits.get(kind, {})
+        names = [*(one for one in registry if one in registry.built_in), *plugins]
         modules = "replay.plugins" if kind == "group_filter" else "algorithm.plugins"
         if name not in names or (kind == "group_filter" and name not in known.in_queue):
             allowed = (
@@ -126,49 +121,44 @@ def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ..
             yield path, f"`{'.'.join(path)}` is {show(name)}; allowed is {allowed}{meant}."
     filters = config.replay.filter_groups
     if filters.enable and filters.metric == "seq_reward":
-        for name in config.algorithm.reward_shaping:
-            if name in known.traits["reward_shaping"] and name not in known.in_queue:
+        for shaping in config.algorithm.reward_shaping:
+            if shaping.name in known.traits["reward_shaping"] and (
+                shaping.name not in known.in_queue
+            ):
                 yield (
                     ("replay", "filter_groups", "metric"),
                     "`replay.filter_groups.metric: seq_reward` needs the reward shaping "
-                    f"{show(name)} in the replay queue: register it in a module of "
+                    f"{show(shaping.name)} in the replay queue: register it in a module of "
                     "`replay.plugins`, or use score.",
                 )
 
 
 def option_problems(
-    options: Mapping[str, Mapping[str, Any]],
-    classes: Mapping[str, type[Any]],
-    used: Iterable[str] = (),
+    chosen: Iterable[tuple[str, Iterable[str], str, Mapping[str, Any]]], *, built_in: bool = False
 ) -> list[tuple[tuple[str, ...], str]]:
-    """(path, text) of everything that is wrong in `algorithm.options`, given the class of each
-    name's options; also what is missing for the names that are `used`.
+    """Find what is wrong in the options of what is `chosen` (kind, path, name, options), also what
+    is missing: (path, text) of each. Names that are not registered here are passed over; with
+    `built_in` those of plugins are.
     """
-    classes = {name: one for name, one in classes.items() if name not in SECTIONS}
-    found: list[tuple[tuple[str, ...], str]] = [
-        ((*OPTIONS, name), _no_options(name, classes)) for name in options if name not in classes
-    ]
-    for name in dict.fromkeys((*options, *used)):
-        if name in classes:
-            found += _wrong(name, classes[name], options.get(name, {}))
+    found: list[tuple[tuple[str, ...], str]] = []
+    for kind, path, name, values in chosen:
+        registry = REGISTRIES[kind]
+        if name in (registry.built_in if built_in else registry):
+            found += _wrong(tuple(path), name, registry[name].options, values, kind)
     return found
 
 
-def _no_options(name: str, known: Iterable[str]) -> str:
-    text = f"`{'.'.join((*OPTIONS, name))}` is not a setting."
-    if name in SECTIONS:
-        return f"{text}\n`options.{name}` is `algorithm.{name}` here."
-    if close := difflib.get_close_matches(name, known, n=1):
-        return f"{text}\nDid you mean `{'.'.join((*OPTIONS, close[0]))}`?"
-    return (
-        f"{text}\nOptions stand under the name of a plugin that has some: "
-        f"{', '.join(known) or 'none is registered'}."
-    )
-
-
 def _wrong(
-    name: str, options: type[Any], values: Mapping[str, Any]
+    path: tuple[str, ...],
+    name: str,
+    options: type[Any] | None,
+    values: Mapping[str, Any],
+    kind: str,
 ) -> Iterator[tuple[tuple[str, ...], str]]:
+    if options is None:
+        for extra in values:
+            yield (*path, extra), _no_option((*path, extra), name, (), kind)
+        return
     if is_dataclass(options) and "__pydantic_config__" not in dir(options):
         vars_of: Any = options
         vars_of.__pydantic_config__ = {"allow_inf_nan": False}
@@ -178,23 +168,32 @@ def _wrong(
         adapter.validate_json(json.dumps(values), strict=True, extra="forbid")
     except ValidationError as error:
         for problem in error.errors(include_url=False):
-            path = (*OPTIONS, name, *map(str, problem["loc"]))
-            key, dotted = path[len(OPTIONS) + 1 :][:1], ".".join(path)
+            at = (*path, *map(str, problem["loc"]))
+            key, dotted = at[len(path) :][:1], ".".join(at)
             if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                close = difflib.get_close_matches(path[-1], keys, n=1, cutoff=0.6)
-                hint = (
-                    f"Did you mean `{'.'.join((*path[:-1], close[0]))}`?"
-                    if close
-                    else f"The keys of `{'.'.join(path[:-1])}` are {', '.join(keys) or 'none'}."
-                )
-                yield path, f"`{dotted}` is not a setting.\n{hint}"
+                yield at, _no_option(at, name, keys, kind)
             elif not key or key[0] not in keys:
-                yield path, f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}."
+                yield at, f"`{dotted}`: {problem['msg'].removeprefix('Value error, ')}."
             elif problem["type"] in ("missing", "missing_argument"):
-                yield path, f"`{dotted}` is missing; allowed is {words(keys[key[0]])}."
+                yield at, f"`{dotted}` is missing; allowed is {words(keys[key[0]])}."
             else:
                 given = show(problem["input"])
-                yield path, f"`{dotted}` is {given}; allowed is {words(keys[key[0]])}."
+                yield at, f"`{dotted}` is {given}; allowed is {words(keys[key[0]])}."
+
+
+def _no_option(path: tuple[str, ...], name: str, keys: Iterable[str], kind: str) -> str:
+    """Say that there is no such option, and what may have been meant."""
+    text, known = f"`{'.'.join(path)}` is not a setting.", list(keys)
+    if close := difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6):
+        return f"{text}\nDid you mean `{'.'.join((*path[:-1], close[0]))}`?"
+    others = [
+        other
+        for other, traits in REGISTRIES[kind].items()
+        if traits.options is not None and path[-1] in signature(traits.options).parameters
+    ]
+    if others:
+        return f"{text}\nIt is an option of {' and '.join(others)}, and {name} is chosen."
+    return f"{text}\nThe options of {name} are {', '.join(known) or 'none'}."
 
 
 def _stamp(module: str) -> int:
@@ -264,9 +263,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         kind: {name: {**asdict(one), "options": None} for name, one in registry.plugins().items()}
         for kind, registry in catalog.KINDS.items()
     }
-    options = (
-        [] if imports else option_problems(request["options"], Registry.options, request["used"])
-    )
+    options = [] if imports else option_problems(request["chosen"])
     return {"traits": traits, "in_queue": in_queue, "imports": imports, "options": options}
 
 

@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from async_grpo.algo.catalog import Constants
-from async_grpo.config.algorithm import rejection_rules
+from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.docs import settings, show
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
+from async_grpo.config.stored import digested, renewed
 
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
 """They reach the weights only through a learning rate that falls to an end."""
@@ -105,7 +105,7 @@ def marks() -> dict[str, Mark]:
 
 def compare(saved: Mapping[str, Any], config: Config) -> Changes:
     """Compare `config` with settings saved as `model_dump(mode="json")`, in schema order."""
-    saved, given = _renewed(saved), config.model_dump(mode="json")
+    saved, given = renewed(saved), config.model_dump(mode="json")
     changes, known = Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)
@@ -113,6 +113,8 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
             if _at(saved, known[name].path[:-1]) is not None:
                 changes.missing.append(name)
             continue
+        if kind := known[name].kind:
+            there = _complete(kind, there)
         if here is _ABSENT or name in _NEVER or there == here:
             continue
         if known[name].section and there is not None and here is not None:
@@ -139,18 +141,21 @@ def training_digest(config: Config) -> str:
     plain = {
         name: value is not None if known[name].section else value
         for name, value in parts.items()
-        if value is not _ABSENT
+        if value is not _ABSENT and not known[name].kind
     }
+    plain |= digested(values["algorithm"])
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def _complete(kind: str, saved: Any) -> Any:
+    """Return a saved choice, or list of choices, with the options that it had by default."""
+    one = OneOf(kind)
+    return [one.written(each) for each in saved] if isinstance(saved, list) else one.written(saved)
+
+
 def _collect(
-    section: type[Section | Constants], prefix: str, around: Mark | None, found: dict[str, Mark]
+    section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]
 ) -> None:
-    if issubclass(section, Constants):
-        assert around is not None  # `algorithm` has a mark
-        found |= {f"{prefix}{key}": around for key in section.names()}
-        return
     for key, info in section.model_fields.items():
         name, inner = f"{prefix}{key}", _section(info.annotation)
         mark = next(
@@ -167,27 +172,18 @@ def _collect(
             _collect(inner, f"{name}.", mark, found)
 
 
-def _section(annotation: Any) -> type[Section | Constants] | None:
+def _section(annotation: Any) -> type[Section] | None:
     """Return the section class that an annotation (`X` or `X | None`) names, if any; a list of
-    sections is a value.
+    sections and a choice are values.
     """
     if get_origin(annotation) is list:
         return None
     options = [
         option
         for option in (annotation, *get_args(annotation))
-        if isinstance(option, type) and issubclass(option, Section | Constants)
+        if isinstance(option, type) and issubclass(option, Section) and option is not Chosen
     ]
     return options[0] if options else None
-
-
-def _renewed(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return saved settings in today's form."""
-    algorithm = saved.get("algorithm")
-    if not isinstance(algorithm, Mapping) or "rejection" not in algorithm:
-        return saved
-    rules = rejection_rules(algorithm["rejection"])
-    return {**saved, "algorithm": {**algorithm, "rejection": rules}}
 
 
 def _at(values: Any, path: tuple[str, ...]) -> Any:

@@ -1,6 +1,6 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). Hides nothing. With `algorithm` and the constants of
+Runs in: any process (imports pydantic only). Hides nothing. With `algorithm` and the options of
 `algo.catalog` the only home of defaults: a `Config` is immutable and complete once loaded, and no
 other module supplies a default for a missing setting. `load` reads YAML and overrides, `checks`
 holds the rules that span several sections.
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
@@ -27,7 +28,7 @@ from async_grpo.config.section import (
     fixed,
     warn,
 )
-from async_grpo.config.transports import TransportName
+from async_grpo.config.transports import BACKENDS
 
 WARM_START_POSITIONS = 512
 """Longest row, prompt and response together, of a model that is warm-started."""
@@ -143,7 +144,7 @@ class WeightSync(Section):
     """Set how and when new weights reach the engines."""
 
     on_resume = FREE
-    backend: TransportName = "auto"
+    backend: Annotated[Chosen, OneOf("transport")] = Chosen(name="auto")
     """How weights travel; `auto`: shared memory on CPU, `ipc` colocated on GPU, else `nccl`."""
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per publication; at most `replay.max_staleness + 1`."""
@@ -155,10 +156,6 @@ class WeightSync(Section):
     """
     overlap: bool = True
     """Engines take new weights while the next learner step runs, where the transport allows it."""
-    senders: Literal["auto", "one", "every_rank"] = "auto"
-    """Learner ranks that send over NCCL: rank 0, or every rank its share, with `overlap`; `auto`:
-    one up to 16 GiB of weights.
-    """
     self_check: bool = True
     """When an engine starts: publish perturbed weights, compare its log-probs, restore."""
     verify_every: NonNegative = 10
@@ -167,6 +164,12 @@ class WeightSync(Section):
     never.
     """
     deadlines: Deadlines = Deadlines()
+
+    @property
+    def senders(self) -> str:
+        """Which learner ranks send where weights are pushed: `auto`, `one` or `every_rank`."""
+        own = self.backend.values if self.backend.name == "nccl" else {}
+        return str(BACKENDS.options("nccl", own).senders)
 
 
 _REFUSED = """
@@ -364,7 +367,7 @@ class FilterGroups(Section):
     """Reject groups whose accuracy is this high or higher; null is off."""
     all_truncated: bool = False
     """Reject groups whose responses all hit the response budget."""
-    custom: str | None = None
+    custom: Annotated[Chosen, OneOf("group_filter")] | None = None
     """A group filter of a plugin, which may reject more groups; null is off."""
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""

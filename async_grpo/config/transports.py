@@ -8,7 +8,20 @@ and a module in `weights` that has its sender and its engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
+
+from async_grpo.algo.catalog import Constants, Registry, Traits, choice
+
+
+@dataclass(frozen=True)
+class Nccl(Constants):
+    """Options of the transport `nccl`."""
+
+    senders: Literal["auto", "one", "every_rank"] = choice(
+        "auto",
+        "Learner ranks that send: rank 0, or every rank its share, with `overlap`; `auto`: one up "
+        "to 16 GiB of weights.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +34,7 @@ class Transport:
     colocated: whether a learner rank and its engine share one GPU; None where both ways work.
     pushes: the learner sends to a group of all engines; else each engine reads a copy itself.
     relayed: engines read memory of rank 0's node, so every other node needs a relay.
+    options: the class of the options that it has.
     """
 
     name: str
@@ -30,6 +44,7 @@ class Transport:
     colocated: bool | None = None
     pushes: bool = False
     relayed: bool = False
+    options: type[Any] | None = None
 
     @property
     def vllm_name(self) -> str:
@@ -53,6 +68,7 @@ TRANSPORTS = {
             engine="async_grpo.weights.worker:NcclEngine",
             colocated=False,
             pushes=True,
+            options=Nccl,
         ),
         Transport(
             "ipc",
@@ -63,11 +79,11 @@ TRANSPORTS = {
     )
 }
 
-if TYPE_CHECKING:
-    TransportName = str
-else:
-    TransportName = Literal["auto", *TRANSPORTS]
-    """What `weight_sync.backend` may be."""
+BACKENDS = Registry("weight transport", Traits)
+"""What `weight_sync.backend` may be."""
+BACKENDS.declare("auto")
+for _transport in TRANSPORTS.values():
+    BACKENDS.declare(_transport.name, options=_transport.options)
 
 
 def automatic(*, device: str, colocated: bool) -> str:

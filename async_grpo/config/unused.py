@@ -14,9 +14,8 @@ from functools import reduce
 from typing import Any
 
 from async_grpo.algo.catalog import POLICY_LOSSES
-from async_grpo.config.algorithm import SECTIONS
+from async_grpo.config.choice import Chosen
 from async_grpo.config.docs import Setting, settings, show
-from async_grpo.config.plugins import OPTIONS, named
 from async_grpo.config.schema import Config
 
 
@@ -33,14 +32,9 @@ class _Owned:
 
 
 def _is_clipped(config: Config) -> bool:
-    loss = config.algorithm.policy_loss
+    loss = config.algorithm.policy_loss.name
     clipped = POLICY_LOSSES.where(lambda traits: traits.clipped)
     return loss in clipped or loss not in POLICY_LOSSES.built_in
-
-
-def _only(owner: str, wanted: str, *keys: str) -> _Owned:
-    """Say that `keys` have an effect where `owner` is `wanted`."""
-    return _Owned(keys, owner, wanted, lambda config: value_of(config, owner) == wanted)
 
 
 def _on(owner: str, *keys: str) -> _Owned:
@@ -65,17 +59,8 @@ OWNED = (
         "algorithm.kl_ctrl.target_kl",
         "algorithm.kl_ctrl.horizon",
     ),
-    _unlike(
-        "algorithm.clip_schedule.kind",
-        "constant",
-        "harmonic",
-        "algorithm.clip_schedule.rate",
-        "algorithm.clip_schedule.floor",
-    ),
     _unlike("algorithm.importance.level", "none", "token (or another)", "algorithm.importance"),
     _unlike("algorithm.opsm_delta", None, "0.5 (or another)", "algorithm.opsm_against"),
-    *(_only("algorithm.policy_loss", name, f"algorithm.{name}") for name in SECTIONS),
-    _only("algorithm.adv_estimator", "asymre", "algorithm.asymre_shift"),
     _Owned(
         ("algorithm.clip_ratio",),
         "algorithm.policy_loss",
@@ -122,15 +107,6 @@ OWNED = (
     ),
 )
 
-NAMING = (
-    "algorithm.adv_estimator",
-    "algorithm.policy_loss",
-    "algorithm.importance.mode",
-    "algorithm.reward_shaping",
-    "replay.filter_groups.custom",
-)
-"""Settings that choose something registered, to which `algorithm.options.<name>` belongs."""
-
 
 def unused(
     config: Config, *, before: Mapping[str, Any], overridden: Container[tuple[str, ...]]
@@ -156,29 +132,12 @@ def unused(
                         "it out."
                     ),
                 )
-    yield from _unused_options(config, before, overridden)
-
-
-def _unused_options(
-    config: Config, before: Mapping[str, Any], overridden: Container[tuple[str, ...]]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    chosen = {name for _, _, name in named(config)}
-    replaced = any(tuple(owner.split(".")) in overridden for owner in NAMING)
-    for name, values in config.algorithm.options.items():
-        path = (*OPTIONS, name)
-        passes = _stored(before, path) == values or (replaced and path not in overridden)
-        if name not in chosen and not passes:
-            yield (
-                path,
-                f"`{'.'.join(path)}` has no effect while none of "
-                f"{', '.join(f'`{owner}`' for owner in NAMING)} is {show(name)}: set one of them "
-                "to it, or leave it out.",
-            )
 
 
 def value_of(config: Config, name: str) -> Any:
-    """Return the value of a setting by its dotted name."""
-    return reduce(getattr, name.split("."), config)
+    """Return the value of a setting by its dotted name, a choice as a file writes it."""
+    value = reduce(getattr, name.split("."), config)
+    return value.written() if isinstance(value, Chosen) else value
 
 
 def _keys(names: tuple[str, ...]) -> Iterator[Setting]:

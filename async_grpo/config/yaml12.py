@@ -8,9 +8,9 @@ Invariant: what `write` writes, `read` reads back equal.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -166,14 +166,22 @@ def _collect_lines(
             _collect_lines(value, here, lines)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings that a start of a run wrote down; nothing where they cannot be read."""
-    try:
-        return dict(read(path.read_text(encoding="utf-8"))[0])
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def write(value: Any) -> str:
     """`value` (mappings, lists and scalars) as YAML, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def flow(value: Any) -> str:
+    """`value` as YAML on one line, as an override takes it."""
+    if isinstance(value, str):
+        value = [value]  # whose brackets keep yaml's end of a document away
+        return flow(value)[1:-1]
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=math.inf,
+        default_flow_style=True,
+    )
+    return text.strip()

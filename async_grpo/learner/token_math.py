@@ -27,7 +27,7 @@ from torch import Tensor
 
 from async_grpo.algo.advantages import place_rewards, token_advantages
 from async_grpo.algo.aggregation import aggregate_loss
-from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES, import_plugins
+from async_grpo.algo.catalog import ESTIMATORS, IMPORTANCE, POLICY_LOSSES, import_plugins
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
@@ -66,10 +66,11 @@ class TokenMath:
         import_plugins(algorithm.plugins)
         self._algorithm, self._seed = algorithm, config.seed
         self._collectives = collectives
-        self._estimator = ESTIMATORS.require(algorithm.adv_estimator)
-        self._loss = POLICY_LOSSES.require(algorithm.policy_loss)
-        self._clip, self._options = _clip(config), algorithm.constants(algorithm.policy_loss)
-        self._importance_options = algorithm.constants(algorithm.importance.mode)
+        self._estimator = ESTIMATORS.require(algorithm.adv_estimator.name)
+        self._loss = POLICY_LOSSES.require(algorithm.policy_loss.name)
+        loss, mode = algorithm.policy_loss, algorithm.importance.mode
+        self._clip, self._options = _clip(config), POLICY_LOSSES.options(loss.name, loss.values)
+        self._importance_options = IMPORTANCE.options(mode.name, mode.values)
         self._normalizes = algorithm.importance.level != "none" and algorithm.importance.normalize
         self.selects_by_entropy = algorithm.top_entropy_share < 1
         """Whether `select` needs entropies."""
@@ -130,7 +131,7 @@ class TokenMath:
             baselines = _double([values[key].baseline for key in rows])
         mine = _double([float(key in owned) for key in rows]).unsqueeze(-1).expand_as(mask)
         advantages, _ = token_advantages(
-            algorithm.adv_estimator,
+            algorithm.adv_estimator.name,
             rewards,
             mask,
             gamma=algorithm.gamma,
@@ -200,7 +201,7 @@ class TokenMath:
     def _select_by_loss(self, whole: TokenBatch, logprobs: Tensor, hashes: Tensor) -> Tensor:
         """Select what the policy loss wants, of all tokens of this rank."""
         return select_tokens(
-            self._algorithm.policy_loss,
+            self._algorithm.policy_loss.name,
             logprobs=logprobs,
             anchor_logprobs=self._anchor(whole, logprobs),
             advantages=whole.advantages,
@@ -227,7 +228,7 @@ class TokenMath:
         weights, kept = self._weights(batch, logprobs.detach())
         selection = selection or UpdateFacts()
         token_loss, diagnostics = policy_loss(
-            algorithm.policy_loss,
+            algorithm.policy_loss.name,
             logprobs,
             anchor_logprobs=anchor,
             behavior_logprobs=batch.behavior,
@@ -302,7 +303,7 @@ class TokenMath:
             batch.behavior,
             batch.trained,
             level=importance.level,
-            mode=importance.mode,
+            mode=importance.mode.name,
             lower=importance.lower,
             upper=importance.upper,
             row_index=batch.row_index,
@@ -397,8 +398,7 @@ def _clip(config: Config) -> Clip:
     return Clip(
         low=algorithm.clip_low,
         high=algorithm.clip_high,
-        kind=algorithm.clip_schedule.kind,
-        rate=algorithm.clip_schedule.rate,
-        floor=algorithm.clip_schedule.floor,
+        kind=algorithm.clip_schedule.name,
+        **algorithm.clip_schedule.values,
         dual=algorithm.clip_ratio_c if algorithm.dual_clip_loss else None,
     )

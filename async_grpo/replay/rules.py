@@ -84,8 +84,8 @@ class QueueSettings:
             accuracy_low=filters.accuracy_low,
             accuracy_high=filters.accuracy_high,
             all_truncated=filters.all_truncated,
-            custom=filters.custom,
-            options=config.algorithm.options.get(filters.custom or "", {}),
+            custom=None if filters.custom is None else filters.custom.name,
+            options={} if filters.custom is None else filters.custom.values,
         )
         return cls(
             rollout_batch_size=config.rollout.rollout_batch_size,

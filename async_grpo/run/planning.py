@@ -60,7 +60,7 @@ def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
         clip=algorithm.reward_clip,
         overlong_length=buffer.len if buffer.enable else 0,
         overlong_factor=buffer.penalty_factor,
-        plugins=tuple((name, algorithm.options.get(name, {})) for name in algorithm.reward_shaping),
+        plugins=tuple((one.name, one.values) for one in algorithm.reward_shaping),
     )
 
 
@@ -73,7 +73,7 @@ class RowMath:
         import_plugins(config.algorithm.plugins)
         self._config, self._weights = config, dict(weights)
         self._shaping = shaping(config, weights)
-        self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
+        self._estimator = ESTIMATORS[config.algorithm.adv_estimator.name]
         control, state = config.algorithm.kl_ctrl, state or {}
         known = state.get("moments")
         self._moments = RunningMoments() if known is None else RunningMoments.from_dict(known)
@@ -235,16 +235,15 @@ class RowMath:
         return values
 
     def _advantages(self, rows: Mapping[RowKey, RowMeta], rewards: list[float]) -> list[float]:
-        algorithm = self._config.algorithm
+        algorithm, estimator = self._config.algorithm, self._config.algorithm.adv_estimator
         advantages = row_advantages(
-            algorithm.adv_estimator,
+            estimator.name,
             _tensor(rewards),
             _groups(rows),
             lengths=_tensor(row.length for row in rows.values()),
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             adv_std_level=algorithm.adv_std_level,
-            asymre_shift=algorithm.asymre_shift,
-            options=algorithm.constants(algorithm.adv_estimator),
+            options=ESTIMATORS.options(estimator.name, estimator.values),
         )
         return finish_advantages(
             advantages,

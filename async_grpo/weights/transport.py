@@ -198,7 +198,7 @@ def parse_label(label: str) -> Version:
 
 def resolve_backend(config: Config, *, device: str, colocated: bool) -> str:
     """Name of the transport of this configuration on `device` (`cpu` or `cuda`)."""
-    backend = config.weight_sync.backend
+    backend = config.weight_sync.backend.name
     return backend if backend in TRANSPORTS else automatic(device=device, colocated=colocated)
 
 

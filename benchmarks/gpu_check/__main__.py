@@ -242,7 +242,7 @@ def senders(check: Check) -> dict[str, Any]:
     """Train with two learner ranks that both send, and two engines; then let two ranks send more,
     and unverified.
     """
-    apart = ["cluster.layout=split", "weight_sync.backend=nccl", "weight_sync.senders=every_rank"]
+    apart = ["cluster.layout=split", "weight_sync.backend={name: nccl, senders: every_rank}"]
     figures = learned(
         check.train(
             "senders",

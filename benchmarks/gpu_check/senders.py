@@ -116,7 +116,7 @@ def rank_main(rank: int, options: argparse.Namespace, pipe: Any) -> None:
 
     owner = Published(rank, options, device)
     pack = (PER_PACK - 1) * options.rows * COLUMNS * 2  # it ends with the piece that is too much
-    settings = WeightSync(overlap=True, senders="every_rank")
+    settings = WeightSync(overlap=True, backend={"name": "nccl", "senders": "every_rank"})
     sender = NcclSender(owner, settings=settings, packed_bytes=pack)
     pipe.send(sender.connect("127.0.0.1", [1] * options.workers))
     pipe.send(sender.rendezvous())

@@ -25,6 +25,7 @@ from async_grpo.algo.advantages import (
     whiten,
 )
 from async_grpo.algo.catalog import ESTIMATORS
+from async_grpo.algo.estimators import Asymre
 from tests.support.algo_case import F64, close, fast, seeds
 
 ROWS = sorted(name for name, estimator in ESTIMATORS.items() if not estimator.returns)
@@ -168,7 +169,7 @@ def test_every_row_estimator_is_its_formula_in_any_row_order(
             lengths=n[order],
             norm_adv_by_std_in_grpo=norm,
             adv_std_level=level,
-            asymre_shift=-0.3,
+            options=Asymre(-0.3) if name == "asymre" else None,
             f_norm=2.0,
         )
 
@@ -200,7 +201,7 @@ def test_worked_examples() -> None:
             torch.tensor(wanted + zeros, dtype=F64),
             atol=1e-5,
         )
-    asymre = row_advantages("asymre", rewards, groups, asymre_shift=-0.1)
+    asymre = row_advantages("asymre", rewards, groups)
     close(asymre, torch.tensor([0.85, -0.15, -0.15, -0.15, 0.1, 0.1, 0.1, 0.1], dtype=F64))
     assert torch.equal(row_advantages("raw", rewards, groups), rewards)
     value = row_advantages(

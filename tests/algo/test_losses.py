@@ -14,10 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_grpo.algo.catalog import POLICY_LOSSES, ClipCov, Constants, Dppo, KlCov, M2po, Opmd, Sapo
+from async_grpo.algo.catalog import POLICY_LOSSES, Constants
 from async_grpo.algo.importance import importance_weights
 from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.losses import Clip, clip_bounds, policy_loss
+from async_grpo.algo.losses import (
+    Clip,
+    ClipCov,
+    Dppo,
+    KlCov,
+    M2po,
+    Opmd,
+    Sapo,
+    clip_bounds,
+    policy_loss,
+)
 from tests.support.algo_case import F64, clips, close, fast, gradient, seeds, slow_factor, tokens
 
 SELECTING = POLICY_LOSSES.where(lambda traits: traits.selects)

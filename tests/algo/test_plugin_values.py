@@ -11,6 +11,8 @@ import torch
 
 from async_grpo.algo.advantages import row_advantages
 from async_grpo.algo.catalog import (
+    ESTIMATORS,
+    POLICY_LOSSES,
     import_plugins,
     register_estimator,
     register_group_filter,
@@ -71,7 +73,7 @@ def test_a_reward_shaping_returns_a_finite_number() -> None:
         Shaping({"correct": 1.0}, 8, plugins=(("lost", {}),)).shape({"correct": 1.0}, 3)
 
 
-def test_one_name_has_one_class_of_options() -> None:
+def test_a_name_has_options_of_its_own_in_every_kind() -> None:
     @dataclass(frozen=True)
     class First:
         size: int = 1
@@ -81,8 +83,9 @@ def test_one_name_has_one_class_of_options() -> None:
         size: int = 1
 
     register_policy_loss("sized", options=First)(lambda terms: (terms.current, {}))
-    with pytest.raises(ValueError, match=r"'sized' has the options of .*First and of .*Second"):
-        register_estimator("sized", options=Second)(lambda rewards, groups, options: rewards)
+    register_estimator("sized", options=Second)(lambda rewards, groups, options: rewards)
+    assert POLICY_LOSSES.options("sized", {"size": 3}) == First(3)
+    assert ESTIMATORS.options("sized", {}) == Second()
 
 
 def test_a_module_that_is_not_there_is_named() -> None:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_grpo.algo.catalog import ClipCov, KlCov, M2po
-from async_grpo.algo.losses import Clip, policy_loss
+from async_grpo.algo.losses import Clip, ClipCov, KlCov, M2po, policy_loss
 from async_grpo.algo.selection import counted_share, select_tokens, select_top_share, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
 from tests.support.thread_ranks import Collective, Ranks

@@ -68,7 +68,7 @@ def test_the_other_side_gets_our_numbers(
         and len(work["held_out"]) == workload.problems
     )
     algorithm = config.algorithm
-    assert (algorithm.adv_estimator, algorithm.policy_loss, algorithm.loss_agg_mode) == (
+    assert (algorithm.adv_estimator.name, algorithm.policy_loss.name, algorithm.loss_agg_mode) == (
         "grpo",
         "ppo_clip",
         "token-mean",

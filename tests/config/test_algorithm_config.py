@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 
 from async_grpo.algo import advantages, importance, losses  # noqa: F401 - registers the estimators
 from async_grpo.algo.aggregation import AGGREGATIONS
-from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.algo.catalog import CLIP_SCHEDULES, ESTIMATORS, POLICY_LOSSES
 from async_grpo.algo.kl import KL_PENALTIES
-from async_grpo.config.algorithm import SECTIONS, Algorithm, RejectionRule
+from async_grpo.config.algorithm import Algorithm, RejectionRule
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare
@@ -185,8 +185,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["opmd", "whiten_advantages"],
         ),
         (
-            ["algorithm.policy_loss=sapo", "algorithm.clip_schedule.kind=harmonic"],
-            ["clip_schedule.kind` is harmonic", "sapo", "ppo_clip"],
+            ["algorithm.policy_loss=sapo", "algorithm.clip_schedule=harmonic"],
+            ["clip_schedule` is harmonic", "sapo", "ppo_clip"],
         ),
         (
             [
@@ -233,10 +233,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             [
                 "algorithm.policy_loss=opmd",
-                "algorithm.opmd.level=sequence",
+                "algorithm.policy_loss.level=sequence",
                 "algorithm.adv_estimator=rloo",
             ],
-            ["opmd.level", "seq-mean-token-sum"],
+            ["name: opmd, level: sequence", "seq-mean-token-sum"],
         ),
         ([*M2PO, "algorithm.anchor=recomputed"], ["anchor` is recomputed", "m2po", "behavior"]),
         (
@@ -269,7 +269,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "algorithm.adv_estimator=rloo",
                 "algorithm.behavior_penalty=0.1",
             ],
-            ["behavior_penalty", "opmd", "opmd.tau", "twice"],
+            ["behavior_penalty", "opmd", "`tau`", "twice"],
         ),
         (
             [*GSPO, "algorithm.top_entropy_share=0.2"],
@@ -278,12 +278,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             [
                 "algorithm.policy_loss=opmd",
-                "algorithm.opmd.level=sequence",
+                "algorithm.policy_loss.level=sequence",
                 "algorithm.adv_estimator=rloo",
                 "algorithm.loss_agg_mode=seq-mean-token-sum",
                 "algorithm.top_entropy_share=0.2",
             ],
-            ["top_entropy_share` is 0.2", "opmd.level: sequence"],
+            ["top_entropy_share` is 0.2", "{name: opmd, level: sequence}"],
         ),
         (["algorithm.rejection=[{score: k3, reduce: max}]"], ["score: k3", "no bound"]),
         (
@@ -304,7 +304,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["rejection.0.level` is not a setting", "score (one of w, k1"],
         ),
         (["algorithm.rejection.lower=3"], ["rejection` is", "a list, each a mapping with score"]),
-        (["algorithm.clip_cov={lower: 2, upper: 1}"], ["clip_cov.lower` is 2", "below"]),
+        (
+            ["algorithm.policy_loss={name: clip_cov, lower: 2, upper: 1}"],
+            ["`algorithm.policy_loss`: `lower` is 2", "below"],
+        ),
         (["algorithm.use_kl_loss=true", KL_REWARD], ["use_kl_loss", "add_token_level_kl", "twice"]),
         (
             ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl"],
@@ -395,7 +398,7 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         [
             "algorithm.policy_loss=opmd",
             "algorithm.adv_estimator=rloo",
-            "algorithm.opmd.level=sequence",
+            "algorithm.policy_loss.level=sequence",
             "algorithm.loss_agg_mode=seq-mean-token-sum",
         ],
         ["algorithm.policy_loss=topr", "algorithm.adv_estimator=raw"],
@@ -424,11 +427,7 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ["algorithm.policy_loss=clip_cov", "algorithm.top_entropy_share=0.2"],
         [*GSPO, "algorithm.loss_agg_mode=token-sum", "algorithm.policy_loss=gspo_token"],
         [*GSPO, "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
-        [
-            *GSPO,
-            "algorithm.clip_schedule.kind=harmonic",
-            "algorithm.adv_estimator=reinforce_plus_plus",
-        ],
+        [*GSPO, "algorithm.clip_schedule=harmonic", "algorithm.adv_estimator=reinforce_plus_plus"],
         [
             "algorithm.anchor=interpolated",
             "algorithm.importance={level: token, mode: mask, lower: 0.5, upper: 5}",
@@ -512,7 +511,8 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     known = {name: setting.allowed for name, setting in settings().items()}
 
     def listed(key: str) -> set[str]:
-        return set(known[f"algorithm.{key}"].removeprefix("one of ").split(", "))
+        names, _, _ = known[f"algorithm.{key}"].partition(", or a mapping")
+        return set(names.removeprefix("one of ").split(", "))
 
     assert listed("adv_estimator") == set(ESTIMATORS)
     grpo = {"grpo", "grpo_vectorized"}
@@ -560,21 +560,21 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     assert listed("loss_agg_mode") == set(AGGREGATIONS)
     assert listed("kl_loss_type") == set(KL_PENALTIES)
     assert listed("kl_ctrl.kl_type") == {name for name in KL_PENALTIES if "+" not in name}
-    assert listed("clip_schedule.kind") == set(losses.CLIP_SCHEDULES)
+    assert listed("clip_schedule") == set(CLIP_SCHEDULES)
+    assert all(CLIP_SCHEDULES.function(name) for name in CLIP_SCHEDULES)
 
 
 def _rule_fields(*names: str) -> list[FieldInfo]:
     return [RejectionRule.model_fields[name] for name in names]
 
 
-def test_the_constants_of_single_losses_have_one_value() -> None:
-    sections = {name: getattr(Algorithm(), name) for name in SECTIONS}
-    assert {name: type(section) for name, section in sections.items()} == {
-        name: traits.options for name, traits in POLICY_LOSSES.items() if traits.options
-    }
-    for name, section in sections.items():
-        assert section == losses.loss_options(name, None) == Algorithm().constants(name)
-        assert Algorithm.model_validate({name: dataclasses.asdict(section)}) == Algorithm()
+def test_the_options_of_single_losses_have_one_value() -> None:
+    for name in POLICY_LOSSES.where(lambda traits: traits.options):
+        chosen = Algorithm(policy_loss=name).policy_loss
+        made = losses.loss_options(name, None)
+        assert chosen.values == dataclasses.asdict(made)
+        assert POLICY_LOSSES.options(name, chosen.values) == made
+        assert Algorithm(policy_loss={"name": name, **chosen.values}).policy_loss == chosen
 
 
 def test_one_value_of_a_setting_with_two_forms_is_one_problem() -> None:
@@ -588,7 +588,7 @@ def test_one_value_of_a_setting_with_two_forms_is_one_problem() -> None:
 
 def test_recipes_of_published_methods_have_the_clip_interval_of_their_papers() -> None:
     kinds = {
-        path.stem: load_config(path).algorithm.clip_schedule.kind
+        path.stem: load_config(path).algorithm.clip_schedule.name
         for path in sorted(CONFIGS.glob("*.yaml"))
     }
     assert {name for name, kind in kinds.items() if kind != "constant"} == {

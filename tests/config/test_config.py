@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from async_grpo.config import yaml12
-from async_grpo.config.docs import settings
+from async_grpo.config.docs import options, settings
 from async_grpo.config.load import ConfigError, dump, load_config, preflight_files, resolve
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config, LearnerConfig
 from async_grpo.tasks.registry import create_task
@@ -345,7 +345,7 @@ def test_a_misspelt_key_of_deepspeed_is_found(override: str, answer: str, base: 
 
 
 def test_peers_keys_lead_to_settings_and_are_not_settings() -> None:
-    assert set(PEERS.values()) <= set(settings())
+    assert set(PEERS.values()) <= {*settings(), *options()}
     assert not {
         name for name, setting in settings().items() if "." not in name or not setting.section
     } & set(PEERS)
@@ -452,8 +452,8 @@ RULES: list[tuple[list[str], list[str]]] = [
         ["len` is 16", "`rollout.response_length`, 8"],
     ),
     (
-        ["algorithm.clip_schedule={kind: exponential, rate: 1.5}"],
-        ["clip_schedule.rate` is 1.5", "at most 1"],
+        ["algorithm.clip_schedule={name: exponential, rate: 1.5}"],
+        ["clip_schedule.rate` is 1.5", "<= 1"],
     ),
     (
         ["algorithm.importance.level=token"],
@@ -560,8 +560,8 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ["replay.max_staleness=0"],
         ["rollout.response_length=16", "algorithm.overlong_buffer.enable=true"],
         ["rollout.response_length=8", "algorithm.overlong_buffer.enable=false"],
-        ["algorithm.clip_schedule={kind: exponential, rate: 1}"],
-        ["algorithm.clip_schedule={kind: harmonic, rate: 5}"],
+        ["algorithm.clip_schedule={name: exponential, rate: 1}"],
+        ["algorithm.clip_schedule={name: harmonic, rate: 5}"],
         ["algorithm.importance.level=token", "algorithm.anchor=recomputed"],
         ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"],
         ["algorithm.use_kl_loss=true", "model.reference=a/b"],

@@ -4,8 +4,11 @@ before anything starts.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,11 @@ def never(group, options):
     return None
 """
 LOSS = ["algorithm.plugins=[mine]", "algorithm.policy_loss=my_loss"]
-ALPHA = "algorithm.options={my_loss: {alpha: 0.5}}"
+ALPHA = "algorithm.policy_loss.alpha=0.5"
+
+
+def _loss(options: str) -> list[str]:
+    return [LOSS[0], f"algorithm.policy_loss={{name: my_loss, {options}}}"]
 
 
 @pytest.fixture(scope="module")
@@ -76,52 +83,43 @@ def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("overrides", "fragments"),
     [
         (["algorithm.policy_loss=my_loss"], ['policy_loss` is "my_loss"', "one of ppo_clip, gspo"]),
-        (["algorithm.policy_loss=my_los", *LOSS[:1]], ['"my_los"', "topr, asymre, my_loss."]),
-        ([*LOSS[:1], "algorithm.adv_estimator=x"], ['"x"', "one of grpo,", "asymre, alone."]),
+        (["algorithm.policy_loss=my_los", *LOSS[:1]], ['"my_los"', "opmd, topr, my_loss."]),
+        ([*LOSS[:1], "algorithm.adv_estimator=x"], ['"x"', "one of grpo,", "turn_grpo, alone."]),
         (
             [*LOSS[:1], "algorithm.importance.mode=x"],
             ["`algorithm.importance.mode` is", "one of truncate, mask, halved"],
         ),
-        (["algorithm.reward_shaping=[x]"], ["reward_shaping` is", "`algorithm.plugins` registers"]),
-        (LOSS, ["`algorithm.options.my_loss.alpha` is missing", "a number"]),
         (
-            [*LOSS[:1], ALPHA],
-            [
-                "`algorithm.options.my_loss` has no effect while none of `algorithm.adv_estimator`",
-                'is "my_loss"',
-            ],
+            ["algorithm.reward_shaping=[x]"],
+            ["reward_shaping.0` is", "`algorithm.plugins` registers"],
+        ),
+        (LOSS, ["`algorithm.policy_loss.alpha` is missing", "a number"]),
+        (_loss("alfa: 1"), ["`algorithm.policy_loss.al", "algorithm.policy_loss.alpha`"]),
+        (_loss("alpha: '1'"), ['`algorithm.policy_loss.alpha` is "1"', "allowed is a number"]),
+        (_loss("alpha: .inf"), ["policy_loss.alpha` is", "allowed is a number"]),
+        (_loss("alpha: 1, size: true"), ["policy_loss.size` is true", "allowed is an integer"]),
+        (_loss("alpha: 1, mode: x"), ['policy_loss.mode` is "x"', "one of soft, hard"]),
+        (
+            _loss("alpha: 1, tau_pos: 2"),
+            ["`algorithm.policy_loss.tau_pos` is not a setting", "option of sapo, and my_loss is"],
         ),
         (
-            [*LOSS, "algorithm.options={my_loss: {alfa: 1}}"],
-            ["options.my_loss.al", "my_loss.alpha"],
+            [*LOSS[:1], "algorithm.adv_estimator={name: alone, beta: 1}"],
+            ["`algorithm.adv_estimator.beta` is not a setting", "options of alone are none"],
         ),
         (
-            [*LOSS, "algorithm.options={my_loss: {alpha: '1'}}"],
-            ['`algorithm.options.my_loss.alpha` is "1"', "allowed is a number"],
+            [*LOSS[:1], "algorithm.reward_shaping=[{name: doubled, x: 1}]"],
+            ["`algorithm.reward_shaping.0.x` is not a setting", "options of doubled are none"],
         ),
         (
-            [*LOSS, "algorithm.options={my_loss: {alpha: .inf}}"],
-            ["my_loss.alpha` is", "allowed is a number"],
+            ["algorithm.policy_loss={name: sapo, tau_pso: 2.0}"],
+            ["`algorithm.policy_loss.tau_pso` is not a setting", "`algorithm.policy_loss.tau_pos`"],
         ),
+        (["algorithm.policy_loss={tau_pos: 2.0}"], ["`algorithm.policy_loss.name` is missing"]),
+        (["algorithm.policy_loss.kappa=2"], ["`algorithm.policy_loss.name` is missing"]),
         (
-            [*LOSS, "algorithm.options={my_loss: {alpha: 1, size: true}}"],
-            ["my_loss.size` is true", "allowed is an integer"],
-        ),
-        (
-            [*LOSS, "algorithm.options={my_loss: {alpha: 1, mode: x}}"],
-            ['my_loss.mode` is "x"', "one of soft, hard"],
-        ),
-        (
-            [*LOSS, ALPHA, "algorithm.options.my_los={alpha: 1}"],
-            ["`algorithm.options.my_los` is not a setting", "`algorithm.options.my_loss`"],
-        ),
-        (
-            ["algorithm.options={sapo: {tau_pos: 2.0}}"],
-            ["`algorithm.options.sapo` is not a setting", "`algorithm.sapo` here"],
-        ),
-        (
-            ["algorithm.options={x: {}}"],
-            ["`algorithm.options.x` is not a setting", "none is registered"],
+            ["weight_sync.backend={name: ipc, senders: one}"],
+            ["`weight_sync.backend.senders` is not a setting", "option of nccl, and ipc is chosen"],
         ),
         (["algorithm.plugins=[missing_one]"], ["names missing_one", "cannot be imported"]),
         (["algorithm.plugins=[broken]"], ["KeyError: 'what is this'", "broken.py, line 2"]),
@@ -184,7 +182,7 @@ def test_what_is_registered_is_admitted_and_survives_a_dump(home: Path) -> None:
             "algorithm.reward_shaping=[doubled]",
             "algorithm.anchor=recomputed",
             "algorithm.importance={level: token, mode: halved}",
-            "algorithm.clip_schedule.kind=harmonic",
+            "algorithm.clip_schedule=harmonic",
             "rollout.group_size=1",
         ],
     )
@@ -198,10 +196,10 @@ def test_a_wrong_option_ends_the_command_with_exit_code_2(
 ) -> None:
     (tmp_path / "c.yaml").write_text(
         "run: {total_steps: 3}\nmodel: {warm_start: {}}\nalgorithm:\n  plugins: [mine]\n"
-        "  policy_loss: my_loss\n  options:\n    my_loss:\n      alpha: much\n"
+        "  policy_loss:\n    name: my_loss\n    alpha: much\n"
     )
     assert train([str(tmp_path / "c.yaml")]) == 2
-    assert "c.yaml, line 8: `algorithm.options.my_loss.alpha`" in capsys.readouterr().out
+    assert "c.yaml, line 7: `algorithm.policy_loss.alpha`" in capsys.readouterr().out
 
 
 def test_a_module_that_was_edited_is_asked_again(
@@ -217,7 +215,7 @@ def test_a_module_that_was_edited_is_asked_again(
         "from async_grpo.algo.catalog import register_estimator\n"
         "register_estimator('late')(lambda rewards, groups, options: rewards)\n"
     )
-    assert load_config(home / "base.yaml", overrides).algorithm.adv_estimator == "late"
+    assert load_config(home / "base.yaml", overrides).algorithm.adv_estimator.name == "late"
 
 
 def test_without_plugins_no_process_is_started(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,20 +251,31 @@ def test_the_queue_imports_its_plugin_and_no_torch(home: Path) -> None:
 
 
 def test_two_modules_cannot_register_one_name() -> None:
-    registry = catalog.Registry("thing", catalog.Traits, {"ours": catalog.Traits()})
+    registry = catalog.Registry("thing", catalog.Traits)
+    registry.declare("ours")
 
     def first() -> None: ...
 
     def second() -> None: ...
 
-    registry.register("x", {})(first)
-    registry.register("x", {})(first)  # a module that is imported again
+    registry.register("x")(first)
+    registry.register("x")(first)  # a module that is imported again
     with pytest.raises(ValueError, match="thing 'x' is registered twice"):
-        registry.register("x", {})(second)
+        registry.register("x")(second)
     with pytest.raises(ValueError, match="thing 'ours' is built in"):
-        registry.register("ours", {})(first)
+        registry.register("ours")(first)
     with pytest.raises(ValueError, match="unknown thing 'z'; choose one of"):
         registry.function("z")
+
+
+def test_an_option_cannot_be_called_as_what_chooses() -> None:
+    @dataclass(frozen=True)
+    class Named:
+        name: str = ""
+
+    registry = catalog.Registry("thing", catalog.Traits)
+    with pytest.raises(ValueError, match="'x' cannot have an option `name`"):
+        registry.register("x", options=Named)(lambda: None)
 
 
 def test_traits_that_need_code_elsewhere_are_not_open() -> None:
@@ -278,3 +287,76 @@ def test_traits_that_need_code_elsewhere_are_not_open() -> None:
     ):
         with pytest.raises(ValueError, match="only built-in"):
             register("x", **traits)
+
+
+def test_reading_what_is_built_in_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from async_grpo.algo import catalog\n"
+        "from async_grpo.config.docs import options\n"
+        "assert all(map(len, (catalog.ESTIMATORS, catalog.POLICY_LOSSES, catalog.IMPORTANCE)))\n"
+        "assert options() and 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_loss_with_an_option_is_one_file(home: Path, tmp_path: Path) -> None:
+    """A built-in one: its formula, traits and options, added to a copy of their module, and nothing
+    else, are a setting with its range, its default and its place in the reference.
+    """
+    package = tmp_path / "async_grpo"
+    shutil.copytree(ROOT / "async_grpo", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(package / "algo" / "losses.py", "a", encoding="utf-8") as file:
+        file.write(
+            "\n\n@dataclass(frozen=True)\nclass Soft(Constants):\n"
+            '    width: float = number(0.2, "Where the ratio saturates.", gt=0)\n\n\n'
+            '@POLICY_LOSSES.register("soft", options=Soft)\n'
+            "def soft(terms):\n"
+            "    width = terms.options.width\n"
+            "    return -terms.advantages * width * torch.tanh(terms.log_ratio / width), {}\n"
+        )
+    with open(package / "algo" / "estimators.py", "a", encoding="utf-8") as file:
+        file.write(
+            "\n\n@dataclass(frozen=True)\nclass Lifted(Constants):\n"
+            '    by: float = number(0.5, "Added to every reward.", ge=0)\n\n\n'
+            '@ESTIMATORS.register("lifted", compares=False, options=Lifted)\n'
+            "def _lifted(rewards, groups, options):\n"
+            "    return rewards + options.own.by\n"
+        )
+    code = (
+        "import torch\n"
+        "from async_grpo.algo.advantages import row_advantages\n"
+        "from async_grpo.algo.losses import Clip, policy_loss\n"
+        "from async_grpo.config.docs import options\n"
+        "from async_grpo.config.load import ConfigError, load_config\n"
+        "loss = 'algorithm.policy_loss={name: soft, width: 0.4}'\n"
+        "config = load_config('base.yaml', [loss, 'algorithm.adv_estimator=lifted'])\n"
+        "assert config.algorithm.policy_loss.values == {'width': 0.4}\n"
+        "assert config.algorithm.adv_estimator.values == {'by': 0.5}\n"
+        "assert options()['algorithm.policy_loss.soft.width'].allowed == 'a number > 0'\n"
+        "try:\n"
+        "    load_config('base.yaml', ['algorithm.policy_loss={name: soft, width: 0}'])\n"
+        "except ConfigError as error:\n"
+        "    assert 'policy_loss.width` is 0; allowed is a number > 0' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('accepted')\n"
+        "one = torch.ones(1, 2)\n"
+        "value, _ = policy_loss('soft', one, anchor_logprobs=0 * one, behavior_logprobs=one, "
+        "advantages=one, loss_mask=one, staleness=one, clip=Clip(0.2, 0.2))\n"
+        "assert torch.allclose(value, -0.2 * torch.tanh(one / 0.2))\n"
+        "worth = row_advantages('lifted', torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))\n"
+        "assert worth.tolist() == [1.5, 0.5]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config import resume
+from async_grpo.config.choice import Chosen
 from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
 from async_grpo.config.resume import compare, marks
@@ -262,7 +263,12 @@ def test_the_digest_says_the_same_as_the_comparison(name: str) -> None:
         node = then
         for key in path:
             node = getattr(node, key)
-        object.__setattr__(node, last, other(getattr(node, last)))
+        value = getattr(node, last)
+        if settings()[name].kind:
+            entry = Chosen(name="other")
+            object.__setattr__(node, last, [entry] if isinstance(value, list) else entry)
+        else:
+            object.__setattr__(node, last, other(value))
     assert (resume.training_digest(then) != resume.training_digest(now)) is (name in TRAINS)
 
 

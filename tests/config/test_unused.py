@@ -35,10 +35,6 @@ CASES = {
         "algorithm.kl_ctrl.type",
         [IN_REWARD, "algorithm.kl_ctrl.type=adaptive"],
     ),
-    "algorithm.clip_schedule.rate=0.5": (
-        "algorithm.clip_schedule.kind",
-        ["algorithm.clip_schedule.kind=harmonic"],
-    ),
     "algorithm.importance.upper=3": (
         "algorithm.importance.level",
         [RECOMPUTED, "algorithm.importance.level=token"],
@@ -46,16 +42,6 @@ CASES = {
     "algorithm.opsm_against=anchor": (
         "algorithm.opsm_delta",
         [RECOMPUTED, "algorithm.opsm_delta=0.5"],
-    ),
-    "algorithm.sapo.tau_pos=2": ("algorithm.policy_loss", ["algorithm.policy_loss=sapo"]),
-    "algorithm.m2po.budget=1": (
-        "algorithm.policy_loss",
-        ["algorithm.policy_loss=m2po", SIDES, "algorithm.clip_ratio_high=0.5"],
-    ),
-    "algorithm.kl_cov.coef=1": ("algorithm.policy_loss", ["algorithm.policy_loss=kl_cov"]),
-    "algorithm.asymre_shift=-0.2": (
-        "algorithm.adv_estimator",
-        ["algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre"],
     ),
     **{
         f"model.warm_start.blur_{key}=0.4": (

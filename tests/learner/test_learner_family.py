@@ -30,22 +30,17 @@ RANK_SPLITS = {0: [[0, 3, 7], [1, 2, 8, 11], [4]], 1: [[5, 9], [6, 10], []]}
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 FAMILY: dict[str, dict[str, Any]] = {
-    "clip_cov": {
-        "policy_loss": "clip_cov",
-        "clip_cov": {"ratio": 0.1, "lower": -9.0, "upper": 9.0},
-    },
+    "clip_cov": {"policy_loss": {"name": "clip_cov", "ratio": 0.1, "lower": -9.0, "upper": 9.0}},
     "kl_cov": {
-        "policy_loss": "kl_cov",
-        "kl_cov": {"ratio": 0.1},
-        "clip_schedule": {"kind": "constant"},
+        "policy_loss": {"name": "kl_cov", "ratio": 0.1},
+        "clip_schedule": "constant",
         "anchor": "behavior",  # |log ratio| has no gradient at 0, where a recomputed one begins
         "importance": {"level": "none"},
     },
     "m2po": {
-        "policy_loss": "m2po",
+        "policy_loss": {"name": "m2po", "budget": 1e-4},
         "clip_ratio_low": 0.01,
         "clip_ratio_high": 0.01,
-        "m2po": {"budget": 1e-4},
         "anchor": "behavior",
         "importance": {"level": "none"},
     },

@@ -33,23 +33,23 @@ from tests.support.token_case import (
     splits,
 )
 
+TIGHT = {"m2po": {"budget": 0.005}}
+"""Options with which the loss is at work on these few tokens."""
 CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_split(loss: str, mode: str) -> None:
-    extra: dict[str, Any] = {"clip_schedule": {"kind": "harmonic"}} if loss in CLIPPED else {}
-    if loss in ("clip_cov", "kl_cov"):
-        extra[loss] = {"ratio": 0.2, **({"lower": -5.0} if loss == "clip_cov" else {})}
+    extra: dict[str, Any] = {"clip_schedule": "harmonic"} if loss in CLIPPED else {}
+    own = {"clip_cov": {"ratio": 0.2, "lower": -5.0}, "kl_cov": {"ratio": 0.2}, **TIGHT}
     config = config_of(
-        policy_loss=loss,
+        policy_loss={"name": loss, **own.get(loss, {})},
         loss_agg_mode=mode,
         use_kl_loss=True,
         kl_loss_coef=0.1,
         kl_loss_unbiased=True,
         entropy_coef=0.01,
-        m2po={"budget": 0.005},
         anchor="recomputed",
         importance={"level": "geometric"},
         rejection={"level": "sequence", "lower": 0.7, "upper": 1.5},
@@ -179,11 +179,10 @@ def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> N
     reference may be anything there.
     """
     config = config_of(
-        policy_loss=loss,
+        policy_loss={"name": loss, **TIGHT.get(loss, {})},
         loss_agg_mode="seq-mean-token-mean",
         use_kl_loss=True,
         kl_loss_coef=0.1,
-        m2po={"budget": 0.005},
         anchor="recomputed",
         importance={"level": "geometric"},
         rejection={"level": "sequence", "lower": 0.7, "upper": 1.5},
@@ -214,7 +213,7 @@ def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> N
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_no_gradient_reaches_a_token_that_is_too_old(loss: str) -> None:
     config = config_of(
-        policy_loss=loss, loss_agg_mode="seq-mean-token-mean", m2po={"budget": 0.005}
+        policy_loss={"name": loss, **TIGHT.get(loss, {})}, loss_agg_mode="seq-mean-token-mean"
     )
     rows, math = (make_rows(), TokenMath(config, Alone()))
     for row in rows.values():

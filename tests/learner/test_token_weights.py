@@ -252,12 +252,11 @@ def test_clip_cov_selects_by_the_interval_of_the_lag() -> None:
     agree(
         slow,
         rows,
-        policy_loss="clip_cov",
+        policy_loss={"name": "clip_cov", "ratio": 1.0, "lower": -0.5, "upper": 2.0},
         anchor="recomputed",
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
-        clip_schedule={"kind": "harmonic", "rate": 1.0},
-        clip_cov={"ratio": 1.0, "lower": -0.5, "upper": 2.0},
+        clip_schedule={"name": "harmonic", "rate": 1.0},
     )
     assert clipped["now"] > clipped["without lag"] > 0
 

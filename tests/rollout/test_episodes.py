@@ -336,7 +336,7 @@ def test_an_actor_puts_groups_of_episodes() -> None:
 
 def test_remax_plays_one_greedy_episode_more_in_an_environment_of_its_own() -> None:
     config = config_of(prompt_length=40)
-    remax = config.algorithm.unchecked_copy(update={"adv_estimator": "remax"})
+    remax = config.algorithm.model_copy(update={"adv_estimator": "remax"})
     engine = Saying(*["end 1"] * 6)
     queue, _ = produce(engine, config.unchecked_copy(update={"algorithm": remax}))
     for group in queue.kept:

@@ -151,7 +151,7 @@ def make_config(**changes: dict[str, Any]) -> Config:
             "kl_loss_coef": KL_COEF,
             "entropy_coef": ENTROPY_COEF,
             "clip_ratio": 0.2,
-            "clip_schedule": {"kind": "harmonic"},
+            "clip_schedule": "harmonic",
         },
         "learner": {
             "lr": LR,

@@ -54,7 +54,11 @@ def make_sender(
     from async_grpo.weights.nccl import NcclSender
 
     settings = WeightSync.model_validate(
-        {"overlap": overlap, "senders": senders, "deadlines": deadlines or Deadlines()}
+        {
+            "overlap": overlap,
+            "backend": {"name": "nccl", "senders": senders},
+            "deadlines": deadlines or Deadlines(),
+        }
     )
     return NcclSender(
         owner, settings=settings, packed=packed, packed_bytes=BUFFER_BYTES, packed_buffers=buffers

@@ -30,7 +30,7 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
     for group_id in range(10 * step, 10 * step + config.rollout.rollout_batch_size):
         prompt = rng.integers(3, 100, int(rng.integers(2, 8))).astype(np.int32)
         roles = ["train"] * config.rollout.group_size + ["baseline"] * (
-            config.algorithm.adv_estimator == "remax"
+            config.algorithm.adv_estimator.name == "remax"
         )
         rows = []
         for index, role in enumerate(roles):

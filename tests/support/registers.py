@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from async_grpo.algo import catalog
-from async_grpo.algo.catalog import Registry
 
 
 @contextmanager
@@ -17,11 +16,8 @@ def registers_put_back() -> Iterator[None]:
         (one, {key: copy.copy(value) for key, value in vars(one).items()})
         for one in catalog.KINDS.values()
     ]
-    options = dict(Registry.options)
     try:
         yield
     finally:
         for one, parts in saved:
             vars(one).update(parts)
-        Registry.options.clear()
-        Registry.options.update(options)

@@ -64,11 +64,7 @@ def make_config(*, max_staleness: int = 0, steps: int = STEPS) -> Config:
                 "max_attempts": MAX_ATTEMPTS,
                 "filter_groups": {"enable": True, "metric": "acc"},
             },
-            "algorithm": {
-                "mask_truncated": True,
-                "clip_ratio": 0.2,
-                "clip_schedule": {"kind": "harmonic"},
-            },
+            "algorithm": {"mask_truncated": True, "clip_ratio": 0.2, "clip_schedule": "harmonic"},
             "learner": {
                 "ppo_epochs": EPOCHS,
                 "ppo_mini_batch_size": MINIBATCH_GROUPS,

@@ -1,7 +1,8 @@
 """What shows that a setting of the configuration is connected: tables of wires, and the mutant that
 disconnects one.
 
-A wire names a key, a value and a probe. The probe drives the product with a loaded configuration
+A wire names a key (a setting, or an option: `algorithm.policy_loss.sapo.tau_pos`), a value and a
+probe. The probe drives the product with a loaded configuration
 and returns what can be seen from outside; it must see something else with the value than without.
 `disconnected` makes the product read the key's default, whatever the configuration says: then the
 probe must see what it sees without the value.
@@ -16,13 +17,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from async_grpo.config.docs import settings
+from async_grpo.config.choice import Chosen
+from async_grpo.config.docs import options, settings
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
@@ -60,7 +62,12 @@ class Wire:
     @property
     def without(self) -> dict[str, Any]:
         """The values of the configuration that `value` is compared with."""
-        return {**self.given, **({} if self.against is _UNSET else {self.key: self.against})}
+        named = {} if self.key not in options() else {self.key: options()[self.key].default}
+        return {
+            **named,
+            **self.given,
+            **({} if self.against is _UNSET else {self.key: self.against}),
+        }
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,10 @@ def load(values: Mapping[str, Any], *, switched: str | None = None) -> Config:
         overrides = [f"{switched}={json.dumps(merged.pop(switched, default))}"]
     else:
         overrides = []
+    for key in sorted(merged.keys() & options().keys()):
+        setting, name, option = key.rsplit(".", 2)
+        mapping = merged[setting] if isinstance(merged.get(setting), dict) else {"name": name}
+        merged[setting] = {**mapping, option: merged.pop(key)}
     written: dict[str, Any] = {}
     for key, value in sorted(merged.items()):  # a section before its keys
         node, (*parents, name) = written, key.split(".")
@@ -198,16 +209,17 @@ def disconnected(key: str) -> Iterator[None]:
     """The product reads the default of `key`, as an attribute or in a dump of its section; tests,
     validation and the comparison at a resume see the value that was given.
     """
+    if key in options():
+        with _without_option(key):
+            yield
+        return
     *parents, name = key.split(".")
     owners: list[type[Any]] = [
         Config,
         *(_section(parents[: depth + 1]) for depth in range(len(parents))),
     ]
     owner = owners[-1]
-    if issubclass(owner, Section):
-        default = owner.model_fields[name].get_default(call_default_factory=True)
-    else:  # constants of a loss, a dataclass
-        default = owner.__dataclass_fields__[name].default
+    default = owner.model_fields[name].get_default(call_default_factory=True)
 
     def read(section: Section) -> Any:
         return default if _in_product(sys._getframe(1)) else vars(section)[name]
@@ -221,7 +233,13 @@ def disconnected(key: str) -> Iterator[None]:
             for part in parents[owners.index(type(section)) :]:
                 node = node.get(part) if isinstance(node, dict) else None
             if isinstance(node, dict) and name in node:
-                node[name] = default.model_dump() if isinstance(default, Section) else default
+                node[name] = (
+                    default.written()
+                    if isinstance(default, Chosen)
+                    else default.model_dump()
+                    if isinstance(default, Section)
+                    else default
+                )
         return out
 
     before = vars(owner).get(name, _UNSET)
@@ -234,6 +252,21 @@ def disconnected(key: str) -> Iterator[None]:
         if before is not _UNSET:
             setattr(owner, name, before)
         del Section.model_dump
+
+
+@contextmanager
+def _without_option(key: str) -> Iterator[None]:
+    """The product reads the default of this option."""
+    _, name, option = key.rsplit(".", 2)
+
+    def read(choice: Chosen) -> dict[str, Any]:
+        values = dict(choice.model_extra or {})
+        if choice.name == name and option in values and _in_product(sys._getframe(1)):
+            values[option] = options()[key].default
+        return values
+
+    with mock.patch.object(Chosen, "values", property(read)):
+        yield
 
 
 def _in_product(frame: Any) -> bool:
@@ -252,14 +285,16 @@ def _section(path: list[str]) -> type[Any]:
         found = next(
             one
             for one in (annotation, *get_args(annotation))
-            if isinstance(one, type) and (issubclass(one, Section) or is_dataclass(one))
+            if isinstance(one, type) and issubclass(one, Section)
         )
     return found
 
 
 def keys() -> list[str]:
-    """Every key of the schema that holds a value; sections that may be null are values too."""
+    """Every key of the schema that holds a value, sections that may be null too, and every option
+    of what a key may choose.
+    """
     found = settings()
     return [
         name for name, setting in found.items() if not setting.section or setting.default is None
-    ]
+    ] + list(options())

@@ -67,7 +67,7 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
             assert line["rollout/zero_std_groups"] == 0 == line["rollout/all_wrong_groups"], (
                 "only groups with signal are trained"
             )
-        if config.algorithm.adv_estimator == "remax":
+        if config.algorithm.adv_estimator.name == "remax":
             assert line["rollout/baseline_tokens"] > 0
     trained = counts["trained"] + counts["training"]
     assert trained == STEPS * groups and counts["failed"] == counts["invalid"] == 0, counts

@@ -53,7 +53,7 @@ def settings(directory: Path, model: str, **changes) -> Config:
             "response_length": 144,  # long enough to be caught at it
         },
         "algorithm": {
-            "clip_schedule": {"kind": "harmonic"},
+            "clip_schedule": "harmonic",
             "use_kl_loss": True,
             "overlong_buffer": {"enable": True, "len": 16},
         },
@@ -253,7 +253,7 @@ def test_mlflow_holds_the_run(story):
     assert run.info.status == "FINISHED"
     assert (
         run.data.params["rollout.group_size"] == "4"
-        and run.data.params["algorithm.clip_schedule.kind"] == "harmonic"
+        and run.data.params["algorithm.clip_schedule.name"] == "harmonic"
     )
     assert {
         point.step for point in client.get_metric_history(story["run_id"], "train/loss")

@@ -73,7 +73,7 @@ def _group(config: Config, step: int, group_id: int) -> Group:
     """
     rng = np.random.default_rng([step, group_id])
     rows = []
-    for index in range(4 + (config.algorithm.adv_estimator == "remax")):
+    for index in range(4 + (config.algorithm.adv_estimator.name == "remax")):
         length = 16 if index == 2 else int(rng.integers(5, 13))
         cut = int(rng.integers(1, length))
         right = float(group_id == 3 or (index + group_id) % 3 == 0)
@@ -156,11 +156,10 @@ KL = {"add_token_level_kl": True, "kl_ctrl.kl_coef": 0.1}
 STEERED = {**KL, "kl_ctrl.type": "adaptive", "kl_ctrl.horizon": 10.0}
 KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 OVERLONG = {"overlong_buffer.enable": True}
-OPMD = {"policy_loss": "opmd", "norm_adv_by_std_in_grpo": False}
-CLIP_COV = {"policy_loss": "clip_cov", "clip_cov.ratio": 0.9, "clip_cov.lower": -5.0}
-KL_COV = {"policy_loss": "kl_cov", "kl_cov.ratio": 0.5}
-M2PO = {"policy_loss": "m2po", "clip_ratio_low": 0.3, "clip_ratio_high": 0.5}
-HARMONIC = {"clip_schedule.kind": "harmonic"}
+OPMD = {"norm_adv_by_std_in_grpo": False}
+CLIP_COV = {"policy_loss.clip_cov.ratio": 0.9, "policy_loss.clip_cov.lower": -5.0}
+KL_COV = {"policy_loss.kl_cov.ratio": 0.5}
+M2PO = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}
 WEIGHED = {"anchor": "recomputed", "importance.level": "token"}
 RECOMPUTED = {"anchor": "recomputed"}
 
@@ -170,7 +169,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("adv_std_level", "batch_centered"),
     ("gamma", 0.9, RETURNS),
     ("gamma_per", "turn", {**RETURNS, "gamma": 0.9}),
-    ("asymre_shift", -0.3, {"adv_estimator": "asymre", "policy_loss": "asymre"}),
+    ("adv_estimator.asymre.shift", -0.3, {"policy_loss": "asymre"}),
     ("whiten_advantages", "keep_mean"),
     ("advantage_clip", 0.5),
     ("reward_clip", 1.0),
@@ -195,23 +194,25 @@ TABLE: list[tuple[Any, ...]] = [
     ("top_entropy_share", 0.3),
     ("dual_clip_loss", True, {"clip_ratio_c": 1.5}),
     ("clip_ratio_c", 1.5, {"dual_clip_loss": True}),
-    ("clip_schedule.kind", "harmonic"),
-    ("clip_schedule.rate", 0.5, HARMONIC),
-    ("clip_schedule.floor", 0.7, HARMONIC),
-    ("sapo.tau_pos", 2.0, {"policy_loss": "sapo"}),
-    ("sapo.tau_neg", 2.0, {"policy_loss": "sapo"}),
-    ("dppo.divergence", "kl", {"policy_loss": "dppo"}),
-    ("dppo.low", 0.05, {"policy_loss": "dppo"}),
-    ("dppo.high", 0.05, {"policy_loss": "dppo"}),
-    ("dppo.ratio_cap", 1.2, {"policy_loss": "dppo"}),
-    ("opmd.tau", 0.3, OPMD),
-    ("opmd.level", "sequence", {**OPMD, "loss_agg_mode": "seq-mean-token-sum"}),
-    ("clip_cov.ratio", 0.3, {**CLIP_COV, "clip_cov.ratio": 0.9}),
-    ("clip_cov.lower", 0.0, {**CLIP_COV, "clip_cov.lower": -5.0}),
-    ("clip_cov.upper", 0.5, CLIP_COV),
-    ("kl_cov.ratio", 0.2, KL_COV),
-    ("kl_cov.coef", 0.3, KL_COV),
-    ("m2po.budget", 0.5, M2PO),
+    ("clip_schedule", "harmonic"),
+    ("clip_schedule.harmonic.rate", 0.5),
+    ("clip_schedule.harmonic.floor", 0.7),
+    ("clip_schedule.exponential.rate", 0.5),
+    ("clip_schedule.exponential.floor", 0.7, {"clip_schedule.exponential.rate": 0.5}),
+    ("policy_loss.sapo.tau_pos", 2.0),
+    ("policy_loss.sapo.tau_neg", 2.0),
+    ("policy_loss.dppo.divergence", "kl"),
+    ("policy_loss.dppo.low", 0.05),
+    ("policy_loss.dppo.high", 0.05),
+    ("policy_loss.dppo.ratio_cap", 1.2),
+    ("policy_loss.opmd.tau", 0.3, OPMD),
+    ("policy_loss.opmd.level", "sequence", {**OPMD, "loss_agg_mode": "seq-mean-token-sum"}),
+    ("policy_loss.clip_cov.ratio", 0.3, CLIP_COV),
+    ("policy_loss.clip_cov.lower", 0.0, CLIP_COV),
+    ("policy_loss.clip_cov.upper", 0.5, CLIP_COV),
+    ("policy_loss.kl_cov.ratio", 0.2, KL_COV),
+    ("policy_loss.kl_cov.coef", 0.3, KL_COV),
+    ("policy_loss.m2po.budget", 0.5, M2PO),
     ("anchor", "interpolated"),
     ("importance.level", "token", {"anchor": "recomputed"}),
     ("importance.mode", "mask", {**WEIGHED, "importance.upper": 1.2}),
@@ -232,10 +233,16 @@ TABLE: list[tuple[Any, ...]] = [
     ("behavior_penalty", 0.1),
     ("entropy_coef", 0.1),
     ("reward_shaping", ["halved"], MINE),
-    ("options", {"scaled": {"size": 2.0}}, {**MINE, "policy_loss": "scaled"}),
 ]
 WIRES = [
     *_algorithm(TABLE),
+    Wire(
+        "algorithm.policy_loss",
+        {"name": "scaled", "size": 2.0},
+        steps,
+        {"algorithm.plugins": [PLUGIN]},
+        against="scaled",
+    ),
     Wire("algorithm.plugins", [EMPTY], imported),
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),

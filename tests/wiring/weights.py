@@ -158,7 +158,7 @@ WIRES = [
     Wire("weight_sync.backend", "nccl", chosen),
     Wire("run.dir", "/tmp/wiring/here", kept, against="/tmp/wiring/there"),
     Wire("weight_sync.overlap", False, published),
-    Wire("weight_sync.senders", "every_rank", sent),
+    Wire("weight_sync.backend.nccl.senders", "every_rank", sent),
     Wire("weight_sync.self_check", False, published),
     Wire("weight_sync.verify_every", 2, published),
     Wire(f"{DEADLINES}.rendezvous_s", 71.0, published),

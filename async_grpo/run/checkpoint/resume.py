@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.config import yaml12
 from async_grpo.config.resume import Changes, compare
 from async_grpo.config.schema import Config
+from async_grpo.config.stored import read_settings
 from async_grpo.errors import JournalError, SetupError
 from async_grpo.replay.history import find_past, read_history
 from async_grpo.replay.journal import segments
@@ -90,7 +90,7 @@ def changes(config: Config, found: Path | None) -> Changes:
     if found is not None:
         saved, where = checkpoint.read(found).get("config", {}), found
     elif has_past(config) and last_logged_step(run_dir):
-        saved, where = yaml12.read_settings(run_dir / "config.yaml"), run_dir
+        saved, where = read_settings(run_dir / "config.yaml"), run_dir
     else:
         return Changes()
     if not saved:
@@ -154,7 +154,5 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
 def differences(config: Config, recorded: Path) -> Iterator[str]:
     """List `key: value there -> value here` of the settings that matter to a learner alone."""
     yield from (
-        str(change)
-        for change in compare(yaml12.read_settings(recorded), config).all
-        if change.trains
+        str(change) for change in compare(read_settings(recorded), config).all if change.trains
     )

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.config import yaml12
+from async_grpo.config.stored import read_settings
 from async_grpo.errors import SetupError
 from async_grpo.replay.history import History, read_history
 from async_grpo.runtime.text import counted, on_one_line, shortened
@@ -62,7 +62,7 @@ def selection_of(options: Namespace) -> Selection:
 
 def lines(options: Namespace) -> Iterator[str]:
     """Write what the options ask for. Raises SetupError."""
-    config = yaml12.read_settings(options.run_dir / "config.yaml")
+    config = read_settings(options.run_dir / "config.yaml")
     history = _history(options.run_dir)
     weights = _section(config, "task").get("rewards") or {}
     decode = _decoder(options, config) if options.text or options.group is not None else None

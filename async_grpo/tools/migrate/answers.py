@@ -92,8 +92,8 @@ ANSWERS = (
     Answer(
         "AReaL",
         "m2_threshold",
-        "it is another algorithm than the paper's, whose is here: `algorithm.policy_loss: m2po` "
-        "with `algorithm.m2po.budget`; choose that, or `algorithm.policy_loss: ppo_clip`",
+        "it is another algorithm than the paper's, whose is here: `algorithm.policy_loss: "
+        "{name: m2po, budget: ...}`; choose that, or `algorithm.policy_loss: ppo_clip`",
     ),
     Answer(
         "AReaL",

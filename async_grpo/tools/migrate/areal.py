@@ -345,8 +345,8 @@ _RULES = (
     answered("^actor.m2_threshold"),
     by("^actor.use_sapo_loss", lambda value, source: Meant(
         {"algorithm.policy_loss": "sapo"} if boolean(value) else {}, "off")),
-    same("^actor.sapo_tau_pos", "algorithm.sapo.tau_pos"),
-    same("^actor.sapo_tau_neg", "algorithm.sapo.tau_neg"),
+    same("^actor.sapo_tau_pos", "algorithm.policy_loss.sapo.tau_pos"),
+    same("^actor.sapo_tau_neg", "algorithm.policy_loss.sapo.tau_neg"),
     same("^actor.entropy_coeff", "algorithm.entropy_coef"),
     # ---- rewards and advantages
     by("^actor.reward_norm ^actor.reward_norm.*", _advantages),

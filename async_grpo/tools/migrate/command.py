@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 SYSTEMS = ("areal", "openrlhf", "prime-rl", "roll", "trl", "verl")
 DESCRIPTION = (
     "Write a configuration of verl, ROLL, AReaL, TRL, OpenRLHF or prime-rl as one of async_grpo, "
-    "with a comment for each key that means something else or nothing here. Then: async-grpo check "
+    "with a comment for each key that means something else or nothing here; or one of an earlier "
+    "async_grpo in the form of this one. Then: async-grpo check "
     "OUT.yaml. docs/migration.md says what differs."
 )
 
@@ -48,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
     from async_grpo.tools.migrate.page import page
 
+    if own := _of_before(options.file):
+        _write(own, options.file, options.out)
+        print("settings of an earlier version, in the form of this one", file=sys.stderr)
+        return 0
     draft = migrate(options.file, options.option)
     _write(page(draft), options.file, options.out)
     taken = len({key for one in draft.kept.values() for key in one.keys})
@@ -72,6 +77,23 @@ def migrate(path: Path, option: str = "") -> Draft:
     draft = walk(source, recognise(source, option))
     settle(draft)
     return draft
+
+
+def _of_before(path: Path) -> str:
+    """Return a configuration of ours, of an earlier version, in the form of now; "" for any other
+    file.
+    """
+    from async_grpo.config import yaml12
+    from async_grpo.config.docs import settings
+    from async_grpo.config.stored import answers, renewed
+
+    try:
+        data, _ = yaml12.read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""  # which `read_source` says in words
+    if not isinstance(data, dict) or not data.keys() <= settings().keys():
+        return ""
+    return yaml12.write(renewed(data)) if any(answers(data)) else ""
 
 
 def _write(text: str, source: Path, out: Path | None) -> None:

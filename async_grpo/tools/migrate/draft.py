@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.config.docs import settings
+from async_grpo.config.docs import options, settings
 from async_grpo.tools.migrate.names import PEERS
 from async_grpo.tools.migrate.rules import Peer, Untranslatable, spoken
 from async_grpo.tools.migrate.source import Source
@@ -25,7 +25,7 @@ class Kept:
 
 @dataclass
 class Draft:
-    """Settings by dotted name, and what is not among them: key, value, reason."""
+    """Settings and options by dotted name, and what is not among them: key, value, reason."""
 
     source: Source
     peer: Peer
@@ -52,10 +52,15 @@ class Draft:
 
     def tree(self) -> dict[str, Any]:
         """Return the settings as nested sections, in the schema's order."""
-        order = {name: place for place, name in enumerate(settings())}
+        order = {name: place for place, name in enumerate((*settings(), *options()))}
         tree: dict[str, Any] = {}
         for name in sorted(self.kept, key=lambda name: order.get(name, len(order))):
             *sections, leaf = name.split(".")
+            if name in options():  # of what is chosen, a setting that comes before it
+                chosen, place = sections.pop(), sections[-1]
+                parent = tree[sections[0]]
+                if not isinstance(parent[place], dict):
+                    parent[place] = {"name": chosen}
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})

@@ -81,14 +81,14 @@ algorithm.whiten_advantages: adv_norm use_adv_norm normalize_advantages advantag
 algorithm.advantage_clip: adv_clip advantage_clip_range reward_clip_range
 algorithm.reward_clip: clip_reward
 algorithm.reward_norm: norm_reward normalize_reward reward_normalization group_reward_norm
-algorithm.sapo.tau_pos: sapo_temperature_pos tau_positive
-algorithm.sapo.tau_neg: sapo_temperature_neg tau_negative
-algorithm.clip_cov.ratio: clip_cov_ratio
-algorithm.clip_cov.lower: clip_cov_lb
-algorithm.clip_cov.upper: clip_cov_ub
-algorithm.kl_cov.ratio: kl_cov_ratio
-algorithm.kl_cov.coef: ppo_kl_coef
-algorithm.m2po.budget: M2_budget m2_budget
+algorithm.policy_loss.sapo.tau_pos: sapo_temperature_pos tau_positive
+algorithm.policy_loss.sapo.tau_neg: sapo_temperature_neg tau_negative
+algorithm.policy_loss.clip_cov.ratio: clip_cov_ratio
+algorithm.policy_loss.clip_cov.lower: clip_cov_lb
+algorithm.policy_loss.clip_cov.upper: clip_cov_ub
+algorithm.policy_loss.kl_cov.ratio: kl_cov_ratio
+algorithm.policy_loss.kl_cov.coef: ppo_kl_coef
+algorithm.policy_loss.m2po.budget: M2_budget m2_budget
 algorithm.anchor: use_decoupled_loss bypass_mode recompute_logprob prox_logp_method
 algorithm.importance.level: rollout_is enable_vllm_is_correction use_tis
     use_importance_sampling_correction vllm_importance_sampling_correction

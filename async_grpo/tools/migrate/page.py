@@ -38,11 +38,21 @@ def _section(draft: Draft, path: tuple[str, ...], tree: dict[str, Any]) -> Itera
     space = "  " * len(path)
     for key, value in tree.items():
         name = ".".join((*path, key))
-        if name in draft.kept:
+        if name in draft.kept and isinstance(value, dict) and value != draft.kept[name].value:
+            yield f"{space}{key}:"
+            yield from _choice(draft, name, value, f"{space}  ")
+        elif name in draft.kept:
             yield from _setting(space, key, draft.kept[name], draft)
         else:
             yield f"{space}{key}:"
             yield from _section(draft, (*path, key), value)
+
+
+def _choice(draft: Draft, name: str, tree: dict[str, Any], space: str) -> Iterator[str]:
+    """Return the lines of a name and its options, each with its origin."""
+    yield from _setting(space, "name", draft.kept[name], draft)
+    for key in (key for key in tree if key != "name"):
+        yield from _setting(space, key, draft.kept[f"{name}.{tree['name']}.{key}"], draft)
 
 
 def _setting(space: str, key: str, kept: Kept, draft: Draft) -> Iterator[str]:

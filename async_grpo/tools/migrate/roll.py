@@ -114,8 +114,12 @@ def _loss(value: Any, source: Source) -> Meant:
             "algorithm.clip_ratio_high": high,
         })  # fmt: skip
     if name == "kimi15":
-        found = {"algorithm.policy_loss": "opmd", "algorithm.norm_adv_by_std_in_grpo": False}
-        return Meant(found | {"algorithm.opmd.tau": 0.1}, "needs R - mean as advantage here")
+        found: dict[str, Any] = {
+            "algorithm.policy_loss": "opmd",
+            "algorithm.policy_loss.opmd.tau": 0.1,
+            "algorithm.norm_adv_by_std_in_grpo": False,
+        }
+        return Meant(found, "needs R - mean as advantage here")
     table = {"ppo": "ppo_clip", "vanilla": "gpg", "topr": "topr"}
     if name not in table:
         raise Untranslatable(f"there is no loss `{name}` here; ppo_clip is in its place")

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from async_grpo.config.docs import settings, show
+from async_grpo.config.docs import options, settings, show
 from async_grpo.tools.migrate.answers import answer
 from async_grpo.tools.migrate.names import PEERS
 from async_grpo.tools.migrate.source import Source
@@ -107,7 +107,7 @@ def home(key: str) -> str:
 def same(keys: str, ours: str = "", note: str = "") -> KeyRule:
     """Take a value as it is; for a setting that is a number, also a text that is one."""
     name = ours or home(keys.split()[0].removeprefix("^"))
-    allowed = settings()[name].allowed
+    allowed = (settings() | options())[name].allowed
 
     def change(value: Any) -> Any:
         if isinstance(value, list):

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.config.checks import RuleError
-from async_grpo.config.docs import settings, show
+from async_grpo.config.docs import options, settings, show
 from async_grpo.config.load import ConfigError, resolve
 from async_grpo.config.schema import Config
 from async_grpo.config.unused import unused
@@ -42,6 +42,7 @@ def settle(draft: Draft) -> Config:
             draft.leave(name, "longer than a name, or not printable")
     _complete(draft)
     while True:
+        _drop_options(draft)
         _fit(draft)
         found = _first_problem(draft)
         if isinstance(found, Config):
@@ -54,6 +55,16 @@ def settle(draft: Draft) -> Config:
             raise AssertionError(f"what is left is refused all the same: {sentence}")
         draft.leave(min(kept, key=_CHOSEN.count), sentence)
         _complete(draft)
+
+
+def _drop_options(draft: Draft) -> None:
+    """Leave options of what is not chosen."""
+    for name in [name for name in draft.kept if name in options()]:
+        setting, chosen, _ = name.rsplit(".", 2)
+        known = draft.kept.get(setting)
+        value = settings()[setting].default if known is None else known.value
+        if value != chosen:
+            draft.leave(name, f"an option of {chosen}, and `{setting}` is {value}")
 
 
 def _complete(draft: Draft) -> None:
@@ -189,3 +200,7 @@ def _names(sentence: str) -> Iterator[str]:
             for name, one in settings().items()
             if not one.section and (name == named or name.endswith(f".{named}"))
         )
+        for name in options():
+            setting, _, key = name.rsplit(".", 2)
+            if named == f"{setting}.{key}":
+                yield name

@@ -127,10 +127,10 @@ def _loss(value: Any, source: Source) -> Meant:
     found: dict[str, Any] = {"algorithm.policy_loss": name}
     if name == "dppo":
         found |= {
-            "algorithm.dppo.divergence": str(value).removeprefix("dppo_"),
-            "algorithm.dppo.low": source.number("actor.clip_ratio_low", 0.2),
-            "algorithm.dppo.high": source.number("actor.clip_ratio_high", 0.2),
-            "algorithm.dppo.ratio_cap": source.number("actor.clip_ratio_c", 3.0),
+            "algorithm.policy_loss.dppo.divergence": str(value).removeprefix("dppo_"),
+            "algorithm.policy_loss.dppo.low": source.number("actor.clip_ratio_low", 0.2),
+            "algorithm.policy_loss.dppo.high": source.number("actor.clip_ratio_high", 0.2),
+            "algorithm.policy_loss.dppo.ratio_cap": source.number("actor.clip_ratio_c", 3.0),
         }
     return Meant(found)
 
@@ -445,8 +445,8 @@ _RULES = (
     same("clip_cov_ub"),
     same("kl_cov_ratio"),
     same("ppo_kl_coef"),
-    same("policy_loss.tau_pos actor.tau_pos", "algorithm.sapo.tau_pos"),
-    same("policy_loss.tau_neg actor.tau_neg", "algorithm.sapo.tau_neg"),
+    same("policy_loss.tau_pos actor.tau_pos", "algorithm.policy_loss.sapo.tau_pos"),
+    same("policy_loss.tau_neg actor.tau_neg", "algorithm.policy_loss.sapo.tau_neg"),
     same("actor.loss_agg_mode", "algorithm.loss_agg_mode", "divided by global counts here"),
     none("loss_scale_factor", "the constant of seq-mean-token-sum-norm is the response length"),
     switch("actor.use_kl_loss", "algorithm.use_kl_loss"),

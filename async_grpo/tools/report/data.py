@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config import yaml12
+from async_grpo.config.stored import read_settings
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.status_file import STATUS
 from async_grpo.observe.console.timeline import json_objects, read_timeline
@@ -159,7 +159,7 @@ def read_run(run_dir: Path) -> RunData:
             f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was "
             "logged yet"
         )
-    data = RunData(run_dir, yaml12.read_settings(run_dir / "config.yaml"))
+    data = RunData(run_dir, read_settings(run_dir / "config.yaml"))
     stride = 1
     newest: MetricsRow | None = None
     for line in _lines(run_dir / METRICS):

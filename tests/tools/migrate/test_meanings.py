@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from async_grpo.config.docs import settings as schema
-from async_grpo.config.unused import value_of
 from async_grpo.tools.migrate.draft import walk
 from async_grpo.tools.migrate.page import page
 from async_grpo.tools.migrate.peers import PEER_TABLES
 from async_grpo.tools.migrate.settle import settle
 from async_grpo.tools.migrate.source import Source
+from tests.support.chosen import chosen_value
 from tests.support.migrated import unnamed
 
 BARE = {
@@ -31,7 +31,8 @@ BARE = {
         ("verl", {"model.lora_rank": 0, "model.lora_alpha": 16}, {"model.lora": None}),
         ("verl", {"actor.clip_ratio": 0.3}, {"algorithm.clip_low": 0.2}),
         ("verl", {"policy_loss.loss_mode": "sapo"}, {"algorithm.dual_clip_loss": False}),
-        ("verl", {"policy_loss.loss_mode": "dppo_kl"}, {"algorithm.dppo.ratio_cap": 3.0}),
+        ("verl", {"policy_loss.loss_mode": "dppo_kl"},
+         {"algorithm.policy_loss.dppo.ratio_cap": 3.0}),
         ("verl", {"actor.use_dynamic_bsz": False, "actor.ppo_max_token_len_per_gpu": 9999},
          {"learner.tokens_per_micro_batch": 16384}),
         ("verl", {"sampler.max_off_policy_threshold": 8, "sampler.max_off_policy_strategy": "drop"},
@@ -63,7 +64,8 @@ BARE = {
         ("trl", {"use_vllm": True}, {"algorithm.importance.level": "sequence",
                                      "algorithm.importance.mode": "mask"}),
         ("roll", {"pg_variant": "cispo"}, {"algorithm.clip_ratio_high": 0.1}),
-        ("roll", {"pg_variant": "kimi15", "adv_estimator": "grpo"}, {"algorithm.opmd.tau": 0.1}),
+        ("roll", {"pg_variant": "kimi15", "adv_estimator": "grpo"},
+         {"algorithm.policy_loss.opmd.tau": 0.1}),
         ("roll", {"importance_sampling": "seq", "loss_agg_mode": "token-mean"},
          {"algorithm.policy_loss": "gspo", "algorithm.loss_agg_mode": "seq-mean-token-mean"}),
         ("roll", {"sequence_length": 4096},
@@ -200,7 +202,7 @@ def test_what_a_system_does_by_itself_is_kept(
     dumped = config.model_dump()
     for key, value in expected.items():
         found = dumped["algorithm"]["rejection"] if key.endswith("rejection") else None
-        assert (value_of(config, key) if found is None else found) == value, key
+        assert (chosen_value(config, key) if found is None else found) == value, key
     assert unnamed(draft.source, page(draft)) == []
 
 

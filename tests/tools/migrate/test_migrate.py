@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from async_grpo.config.docs import settings as schema
 from async_grpo.config.load import load_config
-from async_grpo.config.unused import value_of
 from async_grpo.tools.migrate.command import migrate
 from async_grpo.tools.migrate.draft import walk
 from async_grpo.tools.migrate.interpolation import resolve_all
@@ -26,6 +25,7 @@ from async_grpo.tools.migrate.peers import PEER_TABLES
 from async_grpo.tools.migrate.settle import settle
 from async_grpo.tools.migrate.source import Source, read_source
 from tests.support import verbs
+from tests.support.chosen import chosen_value
 from tests.support.migrated import unnamed
 
 FILES = Path(__file__).parent / "files"
@@ -228,7 +228,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "learner.betas": [0.9, 0.999],
         "learner.weight_decay": 0.01,
         "algorithm.policy_loss": "dppo",
-        "algorithm.dppo.low": 0.15,
+        "algorithm.policy_loss.dppo.low": 0.15,
         "algorithm.behavior_penalty": 1e-3,
         "algorithm.norm_adv_by_std_in_grpo": False,
         "algorithm.anchor": "behavior",
@@ -272,7 +272,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_become_what_they_mean(name: str, written: dict[str, Path]) -> None:
     config = load_config(written[name])
-    assert {key: value_of(config, key) for key in EXPECTED[name]} == EXPECTED[name]
+    assert {key: chosen_value(config, key) for key in EXPECTED[name]} == EXPECTED[name]
 
 
 def test_the_command_prints_what_it_would_write(written: dict[str, Path]) -> None:

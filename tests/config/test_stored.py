@@ -1,0 +1,181 @@
+"""Settings of before the options stood beside the name that they belong to: what runs have stored
+goes on, what a user writes is answered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config import yaml12
+from async_grpo.config.load import ConfigError, dump, load_config
+from async_grpo.config.resume import compare, training_digest
+from async_grpo.config.stored import read_settings, renewed
+from tests.support.verbs import migrate
+
+RECORDED = Path(__file__).resolve().parents[1] / "data" / "recorded"
+BASE = ["run.total_steps=3", "model.path=some/model"]
+ALONE = {"kind": "constant", "rate": 1.0, "floor": 0.0}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # what was written before -> the same now, as sections of a file
+    "a loss": (
+        {"algorithm": {"policy_loss": "sapo", "sapo": {"tau_pos": 2.0}, "m2po": {"budget": 0.04}}},
+        {"algorithm": {"policy_loss": {"name": "sapo", "tau_pos": 2.0}}},
+    ),
+    "a loss without options": (
+        {"algorithm": {"policy_loss": "ppo_clip", "sapo": {"tau_pos": 1.0}}},
+        {"algorithm": {"policy_loss": "ppo_clip"}},
+    ),
+    "an estimator": (
+        {"algorithm": {"adv_estimator": "asymre", "asymre_shift": -0.3}},
+        {"algorithm": {"adv_estimator": {"name": "asymre", "shift": -0.3}}},
+    ),
+    "another estimator": (
+        {"algorithm": {"adv_estimator": "rloo", "asymre_shift": -0.1}},
+        {"algorithm": {"adv_estimator": "rloo"}},
+    ),
+    "a schedule": (
+        {"algorithm": {"clip_schedule": {"kind": "harmonic", "rate": 0.5}}},
+        {"algorithm": {"clip_schedule": {"name": "harmonic", "rate": 0.5}}},
+    ),
+    "no schedule": (
+        {"algorithm": {"clip_schedule": ALONE}},
+        {"algorithm": {"clip_schedule": "constant"}},
+    ),
+    "plugins": (
+        {
+            "algorithm": {
+                "policy_loss": "mine",
+                "reward_shaping": ["short", "plain"],
+                "importance": {"level": "token", "mode": "fading"},
+                "options": {
+                    "mine": {"x": 1},
+                    "short": {"y": 2},
+                    "fading": {"z": 3},
+                    "rambling": {"tokens": 4},
+                },
+            },
+            "replay": {"filter_groups": {"enable": True, "custom": "rambling"}},
+        },
+        {
+            "algorithm": {
+                "policy_loss": {"name": "mine", "x": 1},
+                "reward_shaping": [{"name": "short", "y": 2}, "plain"],
+                "importance": {"level": "token", "mode": {"name": "fading", "z": 3}},
+            },
+            "replay": {
+                "filter_groups": {"enable": True, "custom": {"name": "rambling", "tokens": 4}}
+            },
+        },
+    ),
+    "a transport": (
+        {"weight_sync": {"backend": "nccl", "senders": "one"}},
+        {"weight_sync": {"backend": {"name": "nccl", "senders": "one"}}},
+    ),
+    "senders of whatever fits": (
+        {"weight_sync": {"backend": "auto", "senders": "auto"}},
+        {"weight_sync": {"backend": "auto"}},
+    ),
+    "senders, so NCCL": (
+        {"weight_sync": {"senders": "every_rank"}},
+        {"weight_sync": {"backend": {"name": "nccl", "senders": "every_rank"}}},
+    ),
+    "senders without effect": (
+        {"weight_sync": {"backend": "auto", "senders": "one"}, "cluster": {"device": "cpu"}},
+        {"weight_sync": {"backend": "auto"}, "cluster": {"device": "cpu"}},
+    ),
+    "a rejection": (
+        {"algorithm": {"rejection": {"level": "token", "upper": 3.0}}},
+        {
+            "algorithm": {
+                "rejection": [{"score": "w", "reduce": "token", "lower": 0.5, "upper": 3.0}]
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_settings_of_before_mean_the_same_now(form: str) -> None:
+    before, now = FORMS[form]
+    assert renewed(before) == now
+    assert renewed(now) == now
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.sapo.tau_pos=2.0", "`algorithm.policy_loss: {name: sapo, tau_pos: 2.0}`"),
+        ("algorithm.asymre_shift=-0.3", "`algorithm.adv_estimator: {name: asymre, shift: -0.3}`"),
+        ("algorithm.clip_schedule.kind=harmonic", "`algorithm.clip_schedule: harmonic`"),
+        (
+            "algorithm.clip_schedule={kind: harmonic, rate: 0.5}",
+            "`algorithm.clip_schedule: {name: harmonic, rate: 0.5}`",
+        ),
+        ("algorithm.options={mine: {x: 1}}", "`{name: mine, x: 1}` where mine is chosen"),
+        ("weight_sync.senders=one", "`weight_sync.backend: {name: nccl, senders: one}`"),
+    ],
+)
+def test_a_key_of_before_is_answered_with_what_to_write(
+    override: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml", [*BASE, override])
+    message = str(caught.value)
+    assert f'override "{override}"' in message and message.endswith(f"Write {told}.")
+    assert "is not a setting any more" in message and len(message.splitlines()) == 2
+
+
+def test_a_file_of_before_is_answered_with_its_line_and_a_stored_one_is_read(
+    tmp_path: Path,
+) -> None:
+    old = "run: {total_steps: 3}\nmodel: {path: m}\nalgorithm:\n  policy_loss: sapo\n  sapo:\n"
+    old += "    tau_pos: 2.0\n"
+    (tmp_path / "config.yaml").write_text(old)
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 5: `algorithm\.sapo` is not"):
+        load_config(tmp_path / "config.yaml")
+    (tmp_path / "status.json").write_text("{}")  # a start of a run was here
+    loss = load_config(tmp_path / "config.yaml").algorithm.policy_loss
+    assert loss.written() == {"name": "sapo", "tau_pos": 2.0, "tau_neg": 1.05}
+
+
+@pytest.mark.parametrize("run", ["ended", "killed"])
+def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
+    path = RECORDED / run / "config.yaml"
+    stored, config = read_settings(path), load_config(path)
+    assert not compare(stored, config).all and not compare(stored, config).unknown
+    before, _ = yaml12.read(path.read_text(encoding="utf-8"))
+    assert not compare(before, config).all
+    assert config.algorithm.clip_schedule.name == before["algorithm"]["clip_schedule"]["kind"]
+    # what was computed at a2108c3, of these settings in their form of then
+    assert training_digest(config).startswith("218420e07099e5b2")
+
+
+def test_an_option_that_a_run_has_not_stored_counts_as_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    config = load_config(tmp_path / "c.yaml", [*BASE, "algorithm.policy_loss=sapo"])
+    saved = config.model_dump(mode="json")
+    saved["algorithm"]["policy_loss"] = {"name": "sapo", "tau_pos": 1.0}
+    assert not compare(saved, config).all
+    saved["algorithm"]["policy_loss"] = {"name": "sapo", "tau_pos": 3.0}
+    [change] = compare(saved, config).all
+    assert change.key == "algorithm.policy_loss" and change.trains
+    assert str(change).endswith(
+        '{"name": "sapo", "tau_pos": 3.0, "tau_neg": 1.05} -> '
+        '{"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05}'
+    )
+
+
+def test_migrate_writes_a_file_of_before_in_the_form_of_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    before, _ = yaml12.read((RECORDED / "ended" / "config.yaml").read_text(encoding="utf-8"))
+    old.write_text(yaml12.write(before), encoding="utf-8")
+    assert migrate([str(old), "-o", str(new)]) == 0
+    assert "an earlier version" in capsys.readouterr().err
+    assert dump(load_config(new)) == dump(load_config(RECORDED / "ended" / "config.yaml"))
+    assert migrate([str(new)]) == 2  # nothing to do: it is one of ours already
