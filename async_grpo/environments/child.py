@@ -26,13 +26,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, BinaryIO
+from typing import Any
 
 from async_grpo.environments.base import STUCK, Action, check_observation, to_wire
 from async_grpo.environments.guard import end_below, guarded
 from async_grpo.environments.tools import with_tools
-from async_grpo.runtime import stacks
-from async_grpo.tasks.verifier_child import prepare, receive, send, take_protocol
+from async_grpo.tasks.child import Parent
 
 _LONGEST_DETAIL = 500
 MOST_THREADS = 32
@@ -196,9 +195,7 @@ class Episodes:
             await asyncio.wait(self._closing)
 
 
-async def serve(
-    requests: BinaryIO, replies: BinaryIO, task: Any, timeouts: dict[str, float]
-) -> None:
+async def serve(parent: Parent, task: Any, timeouts: dict[str, float]) -> None:
     """Answer requests as they come, until the parent closes the pipe; then close what is open."""
     loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     loop.set_default_executor(Threads(MOST_THREADS, "environments"))
@@ -208,11 +205,11 @@ async def serve(
     async def answer(call: int, episode: int, name: str, argument: Any) -> None:
         reply = [call, *await episodes.call(episode, name, argument)]
         try:
-            send(replies, reply)
+            parent.send(reply)
         except (TypeError, ValueError, OverflowError) as error:
-            send(replies, [call, "not_sendable", str(error)[:_LONGEST_DETAIL]])
+            parent.send([call, "not_sendable", str(error)[:_LONGEST_DETAIL]])
 
-    while (message := await loop.run_in_executor(reader, receive, requests)) is not None:
+    while (message := await loop.run_in_executor(reader, parent.receive)) is not None:
         one = asyncio.create_task(answer(*message))
         running.add(one)
         one.add_done_callback(running.discard)
@@ -222,18 +219,9 @@ async def serve(
 def main() -> None:
     """Serve until the parent closes the pipe."""
     guarded(int(sys.argv[1]))
-    requests, replies = take_protocol()
-    stacks.register_child("environments")
-    setup = receive(requests)
-    if setup is None:
-        return
-    try:
-        task = with_tools(prepare(setup), setup["tools"])
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it with this text
-        send(replies, ["failed", f"{type(error).__name__}: {error}"])
-        return
-    send(replies, ["ready", sorted(task.weights)])
-    asyncio.run(serve(requests, replies, task, setup["timeouts"]))
+    parent = Parent("environments")
+    task, told = parent.task(lambda task, told: with_tools(task, told["tools"]))
+    asyncio.run(serve(parent, task, told["timeouts"]))
     end_below()
     os.kill(os.getpid(), signal.SIGKILL)  # a thread may still be in a call
 

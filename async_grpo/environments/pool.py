@@ -1,7 +1,7 @@
 """Environments in child processes: an episode that hangs or fails harms itself alone.
 
-Runs in: rollout actors, on one event loop. Hides the children, which child an episode lives in, and
-their replacement:
+Runs in: rollout actors, on one event loop. Hides which child an episode lives in, and the calls of
+many episodes over one pipe:
 
     open(reference, seed) -> OpenEpisode -> step(action) ... -> close
                                  |
@@ -18,15 +18,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Self
 
 from async_grpo.config import schema
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.environments.base import STUCK, Action, Observation, from_wire
 from async_grpo.tasks import pipe
-from async_grpo.tasks.children import Child, ChildError, ChildKind
+from async_grpo.tasks.children import Child, ChildError, ChildPool
 
 SILENCE_S = 5.0
 """A child answers this much later than its longest deadline, or is not able to."""
@@ -39,44 +38,93 @@ class EnvironmentFailed(ChildError):
     """A call of an environment failed. `reason` is one of `EnvironmentPool.REASONS`."""
 
 
-_KIND = ChildKind(
-    "environment",
-    "async_grpo.environments.child",
-    "environment.step_timeout_s",
-    EnvironmentFailed,
-    variables=("TMPDIR", "SSL_CERT_FILE"),  # which programs have from it
-    has_children=True,
-)
-
-
-@dataclass(eq=False)
-class _Host:
+class _Host(Child):
     """A child, its open episodes and the calls that it owes answers to."""
 
-    child: Child
-    episodes: set[int] = field(default_factory=set)
-    calls: dict[int, asyncio.Future[list[Any]]] = field(default_factory=dict)
-    heard: float = field(default_factory=time.monotonic)
-    leaving: bool = False
-    """A call did not return in it: it gets no new episodes."""
-    reader: asyncio.Task[None] | None = None
+    name, module = "environment", "async_grpo.environments.child"
+    setting, error = "environment.step_timeout_s", EnvironmentFailed
+    variables = ("TMPDIR", "SSL_CERT_FILE")  # which programs have from it
+    has_children = True
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process)
+        self.episodes: set[int] = set()
+        self._calls: dict[int, asyncio.Future[list[Any]]] = {}
+        self._numbers, self._heard = itertools.count(), time.monotonic()
+        self._ended = False
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def spawn(cls, setup: bytes) -> Self:
+        """Start a child, and listen to it."""
+        host = await super().spawn(setup)
+        host._reader = asyncio.create_task(host._read_replies())
+        return host
+
+    async def ask(
+        self, request: list[Any], timeout_s: float, *, patience_s: float
+    ) -> tuple[str, Any]:
+        """Return the reply, as long as the child says something now and then. Raises
+        EnvironmentFailed, TypeError, OverflowError, MessageTooLarge.
+        """
+        number = next(self._numbers)
+        body = pipe.pack([number, *request])
+        if self._ended:
+            raise EnvironmentFailed("crash", "the environment's process has ended")
+        if not self._calls:
+            self._heard = time.monotonic()
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(body, timeout_s)
+            while not answer.done():
+                left = self._heard + patience_s - time.monotonic()
+                if left <= 0:
+                    await self.end("crash", f"the child said nothing for {patience_s:g} s")
+                    break
+                await asyncio.wait({answer}, timeout=left)
+            reply = await answer
+        finally:
+            del self._calls[number]
+        if len(reply) != 2 or not isinstance(reply[0], str):
+            raise EnvironmentFailed("crash", f"the environment child answered {reply!r:.80}")
+        return reply[0], reply[1]
+
+    async def end(
+        self, reason: str = "closed", detail: str = "the environment's process was ended"
+    ) -> None:
+        """Kill it; the calls that it owes answers to fail. What is open when all ends is closed."""
+        if self._ended:
+            return
+        self._ended = self.leaving = True
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_result([reason, detail])
+        holds = bool(self.episodes) and reason == "closed"
+        self.episodes.clear()
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        await self.kill(END_S if holds else 0.0)
+
+    async def _read_replies(self) -> None:
+        """Deliver replies until the child ends."""
+        while True:
+            try:
+                number, *reply = await self.receive(None)
+            except ChildError as error:
+                await self.end(error.reason, str(error))
+                return
+            self._heard = time.monotonic()
+            if reply[0] in (STUCK, "memory"):  # also where nobody waits for it any more
+                self.leaving = True
+            answer = self._calls.get(number) if isinstance(number, int) else None
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
 
 
-class EnvironmentPool:
-    """Children that host the episodes of one task. All methods belong to one event loop."""
+class EnvironmentPool(ChildPool[_Host]):
+    """Children that host the episodes of one task."""
 
-    REASONS = (
-        "timeout",
-        "crash",
-        "memory",
-        "exception",
-        "wrong_type",
-        "not_sendable",
-        "start",
-        "closed",
-        "replay",
-        "silent",
-    )
+    REASONS = (*ChildPool.REASONS, "replay", "silent")
 
     def __init__(
         self,
@@ -88,44 +136,25 @@ class EnvironmentPool:
         cpu: set[int] | None = None,
     ) -> None:
         """weights: of the task's reward components. cpu: cores of the children, None for any."""
-        self.errors: Counter[str] = Counter()
-        """Calls that failed, by reason."""
-        self.seconds = dict.fromkeys(("reset", "step", "close"), 0.0)
-        """Time in calls, by name."""
-        self._settings, self._weights = settings, weights
         self._timeouts = {
             "reset": settings.reset_timeout_s,
             "step": settings.step_timeout_s,
             "close": CLOSE_S,
         }
-        self._setup = pipe.pack(
-            {
-                "settings": task.model_dump(),
-                "seed": seed,
-                "cpu": sorted(cpu) if cpu else None,
-                "memory_mb": settings.memory_mb,
-                "tools": settings.tools,
-                "timeouts": self._timeouts,
-            }
-        )
-        self._hosts: list[_Host] = []
-        self._starting = asyncio.Lock()
-        self._numbers = itertools.count()
-        self._closed = False
+        more = {"tools": settings.tools, "timeouts": self._timeouts}
+        super().__init__(_Host, task, settings, seed=seed, cpu=cpu, more=more)
+        self.seconds = dict.fromkeys(self._timeouts, 0.0)
+        """Time in calls, by name."""
+        self._weights, self._numbers = weights, itertools.count()
 
     @property
     def open_episodes(self) -> int:
         """Count the episodes that have an environment."""
-        return sum(len(host.episodes) for host in self._hosts)
-
-    async def start(self) -> None:
-        """Start all children and wait until they are ready. Raises EnvironmentFailed("start")."""
-        async with self._starting:
-            await self._fill()
+        return sum(len(host.episodes) for host in self.children)
 
     async def open(self, reference: Any, seed: int) -> tuple[OpenEpisode, Observation]:
         """Begin an episode in a new environment. Raises EnvironmentFailed."""
-        host = await self._freest()
+        host = min(await self.present(), key=lambda host: (host.leaving, len(host.episodes)))
         episode = OpenEpisode(self, host, next(self._numbers))
         host.episodes.add(episode.number)
         try:
@@ -134,32 +163,6 @@ class EnvironmentPool:
         except BaseException:
             await asyncio.shield(episode.close())  # also when it is cancelled once more
             raise
-
-    async def close(self) -> None:
-        """End all children, with what their environments hold; calls in progress end in
-        EnvironmentFailed("closed"). Idempotent.
-        """
-        self._closed = True
-        await asyncio.gather(*[self._end(host, "closed") for host in list(self._hosts)])
-
-    async def _fill(self) -> None:
-        missing = self._settings.workers - sum(not host.leaving for host in self._hosts)
-        for child in await asyncio.gather(
-            *[Child.spawn(_KIND, self._setup) for _ in range(missing)]
-        ):
-            host = _Host(child)
-            host.reader = asyncio.create_task(self._read(host))
-            self._hosts.append(host)
-        if self._closed:
-            await self.close()
-
-    async def _freest(self) -> _Host:
-        async with self._starting:
-            if self._closed:
-                raise EnvironmentFailed("closed", "the environments have been closed")
-            await self._fill()
-            free = [host for host in self._hosts if not host.leaving]
-        return min(free, key=lambda host: len(host.episodes))
 
     async def _observe(self, host: _Host, episode: int, name: str, argument: Any) -> Observation:
         try:
@@ -173,20 +176,14 @@ class EnvironmentPool:
             raise
 
     async def _call(self, host: _Host, episode: int, name: str, argument: Any) -> Any:
-        number, began = next(self._numbers), time.monotonic()
+        began, patience_s = time.monotonic(), max(self._timeouts.values()) + SILENCE_S
         try:
-            body = pipe.pack([number, episode, name, argument])
-            if host not in self._hosts:
-                raise EnvironmentFailed("crash", "the environment's process has ended")
-            if not host.calls:
-                host.heard = began
-            host.calls[number] = asyncio.get_running_loop().create_future()
-            await host.child.send(body, self._timeouts[name])
-            status, detail = await self._answer(host, host.calls[number])
+            status, detail = await host.ask(
+                [episode, name, argument], self._timeouts[name], patience_s=patience_s
+            )
         except (TypeError, OverflowError, pipe.MessageTooLarge) as error:
             raise EnvironmentFailed("not_sendable", str(error)) from error
         finally:
-            host.calls.pop(number, None)
             self.seconds[name] += time.monotonic() - began
         if status != "ok":
             reason = "timeout" if status == STUCK else status
@@ -194,52 +191,6 @@ class EnvironmentPool:
                 reason if reason in self.REASONS else "crash", str(detail)[:1000]
             )
         return detail
-
-    async def _answer(self, host: _Host, future: asyncio.Future[list[Any]]) -> tuple[str, Any]:
-        """Wait for the reply, as long as the child says something now and then."""
-        patience = max(self._timeouts.values()) + SILENCE_S
-        while not future.done():
-            left = host.heard + patience - time.monotonic()
-            if left <= 0:
-                await self._end(host, "crash", f"the child said nothing for {patience:g} s")
-                break
-            await asyncio.wait({future}, timeout=left)
-        reply = await future
-        if len(reply) != 2 or not isinstance(reply[0], str):
-            raise EnvironmentFailed("crash", f"the environment child answered {reply!r:.80}")
-        return reply[0], reply[1]
-
-    async def _read(self, host: _Host) -> None:
-        """Deliver replies until the child ends."""
-        while True:
-            try:
-                number, *reply = await host.child.receive(None)
-            except ChildError as error:
-                await self._end(host, error.reason, str(error))
-                return
-            host.heard = time.monotonic()
-            if reply[0] in (STUCK, "memory"):  # also where nobody waits for it any more
-                host.leaving = True
-            future = host.calls.get(number) if isinstance(number, int) else None
-            if future is not None and not future.done():
-                future.set_result(reply)
-
-    async def _end(self, host: _Host, reason: str, detail: str = "") -> None:
-        """Kill a child; the calls that it owes answers to fail."""
-        if host not in self._hosts:
-            return
-        self._hosts.remove(host)
-        for future in host.calls.values():
-            if not future.done():
-                future.set_result([reason, detail or "the environment's process was ended"])
-        holds = bool(host.episodes) and reason == "closed"
-        host.episodes.clear()
-        if host.reader is not None and host.reader is not asyncio.current_task():
-            host.reader.cancel()
-        if holds:
-            await host.child.end(END_S)
-        else:
-            await host.child.kill()
 
     async def _left(self, host: _Host, episode: int) -> None:
         """Take an episode out of its child."""
@@ -253,7 +204,7 @@ class EnvironmentPool:
         finally:
             host.episodes.discard(episode)
             if host.leaving and not host.episodes:
-                await self._end(host, "closed")
+                await host.end()
 
 
 class OpenEpisode:

@@ -1,9 +1,22 @@
-"""Child processes that run a user's code, each with a pipe.
+"""One pool of child processes that run a user's code: verifiers and environments are its kinds.
 
-Runs in: rollout actors (and the driver, for evaluation). Hides how a child is started, watched and
-killed. Invariants: a child dies with its parent, in a process group of its own; no wait is without
-a deadline that its caller gives; whatever a child says is one message, or an error of its kind.
-This contains accidents; it is no sandbox against hostile code.
+Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides how a child is
+started, watched, replaced and ended:
+
+    ChildPool      place 0     place 1     ...        a kind of Child says which module runs
+       |              |           |
+     start, child: spawn -- setup ----> tasks/child.py: limits, then the task, in a process of its
+       |              |   <-- "ready" -  own session; what it prints goes to stderr
+       |            send -- messages -> the module's work      each with a deadline, of its caller
+       |           receive <----------
+       |            kill: it hangs, lies, or owes what nobody waits for; a new one takes its place
+       |           leaving: likewise, once its user has no more work in it
+     close: end, for all
+
+Invariants: a child dies with its parent; no wait is without a deadline that its caller gives;
+whatever a child says is one message, or an error of its kind; whatever was started is ended by
+`close`, also what was only being started. This contains accidents; it is no sandbox against hostile
+code.
 """
 
 from __future__ import annotations
@@ -13,9 +26,11 @@ import contextlib
 import os
 import signal
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from async_grpo.config import schema
+from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.runtime import stacks
 from async_grpo.tasks import pipe
 
@@ -36,64 +51,50 @@ class ChildError(RuntimeError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class ChildKind:
-    """What a kind of children runs: its name, module, the setting of its deadline, its error;
-    variables that it has of this process's environment, beside those that all have; whether it has
-    processes of its own, which it ends at SIGTERM.
-    """
-
-    name: str
-    module: str
-    setting: str
-    error: type[ChildError]
-    variables: tuple[str, ...] = ()
-    has_children: bool = False
-
-
 class Child:
-    """One process and its pipe. `greeting`: what it said when it was ready."""
+    """One process and its pipe. A kind of children gives it a name, and what it runs."""
 
-    def __init__(self, process: asyncio.subprocess.Process, kind: ChildKind) -> None:
-        self._process, self._kind = process, kind
-        self.pid = process.pid
-        self.asked: float | None = None
-        """Since when the child owes an answer (monotonic seconds)."""
+    name: ClassVar[str]
+    module: ClassVar[str]
+    setting: ClassVar[str]
+    """The setting of its deadline."""
+    error: ClassVar[type[ChildError]]
+    variables: ClassVar[tuple[str, ...]] = ()
+    """Those that it has of this process's environment, beside those that all have."""
+    has_children: ClassVar[bool] = False
+    """Whether it has processes of its own, which it ends at SIGTERM."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self.pid = process, process.pid
+        self._stdin, self._stdout = process.stdin, process.stdout
         self.greeting: Any = None
+        """What it said when it was ready: the names of the task's reward components."""
+        self.leaving = False
+        """Whether it gets no new work."""
         self._expected: int | None = None
         """Length of a message whose head has been read and whose body has not."""
 
     @classmethod
-    async def spawn(cls, kind: ChildKind, setup: bytes) -> Child:
-        """Start a child and let it import the task. Raises ChildError("start")."""
+    async def spawn(cls, setup: bytes) -> Self:
+        """Start a child and let it construct the task. Raises ChildError("start")."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
-            kind.module,
+            cls.module,
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(kind.variables),
+            env=_environment(cls.variables),
             start_new_session=True,
         )
-        child = cls(process, kind)
+        child = cls(process)
         try:
-            await child._send(pipe.frame(setup), START_TIMEOUT_S)
-            said, detail = await child.receive(START_TIMEOUT_S)
-        except ChildError as error:
-            await child.kill()
-            raise kind.error(
-                "start",
-                f"a {kind.name} child did not get ready ({error}); its own output is on stderr",
-            ) from error
-        except asyncio.CancelledError:
+            child.greeting = await child._greeted(setup)
+        except BaseException:
             await child.kill()
             raise
-        if said != "ready":
-            await child.kill()
-            raise kind.error("start", f"a {kind.name} child could not construct the task: {detail}")
-        child.greeting = detail
         return child
 
     @property
@@ -103,79 +104,83 @@ class Child:
 
     async def send(self, body: bytes, timeout: float) -> None:
         """Send a packed message. Raises ChildError, MessageTooLarge."""
-        await self._send(pipe.frame(body), timeout)
-
-    async def receive(self, timeout: float | None) -> list[Any]:
-        """Return the next message within `timeout` seconds. Raises ChildError timeout or crash."""
-        reader = self._process.stdout
-        assert reader is not None
-        try:
-            try:
-                return await self._read(reader, timeout)
-            except TimeoutError:
-                # A parent that was busy itself may find the answer waiting in the pipe.
-                return await self._read(reader, _GRACE_S)
-        except TimeoutError as error:
-            raise self._kind.error(
-                "timeout", f"no answer within {timeout:g} s ({self._kind.setting})"
-            ) from error
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise await self._gone() from error
-        except ValueError as error:
-            raise self._kind.error(
-                "crash", f"the {self._kind.name} child wrote something else than an answer: {error}"
-            ) from error
-
-    async def end(self, within_s: float) -> None:
-        """Close the pipe, so that the process may end by itself; then kill it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        await self.kill()
-
-    async def kill(self) -> None:
-        """Kill the process and what it started, and wait for its end."""
-        if self._process.returncode is None and self._kind.has_children:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_TIMEOUT_S):
-                    await self._process.wait()
-            if self._process.returncode is None:  # what is below it ends what it has started
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await asyncio.sleep(_GRACE_S)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                os.killpg(self._process.pid, signal.SIGKILL)
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    async def _send(self, data: bytes, timeout: float) -> None:
-        writer = self._process.stdin
-        assert writer is not None
+        data = pipe.frame(body)
         try:
             async with asyncio.timeout(timeout):
-                writer.write(data)
-                await writer.drain()
+                self._stdin.write(data)
+                await self._stdin.drain()
         except TimeoutError as error:
-            raise self._kind.error(
-                "timeout", f"the {self._kind.name} child took no message within {timeout:g} s"
+            raise self.error(
+                "timeout", f"the {self.name} child took no message within {timeout:g} s"
             ) from error
         except ConnectionError as error:
             raise await self._gone() from error
 
-    async def _read(self, reader: asyncio.StreamReader, timeout: float | None) -> list[Any]:
+    async def receive(self, timeout: float | None) -> list[Any]:
+        """Return the next message within `timeout` seconds. Raises ChildError timeout or crash."""
+        try:
+            try:
+                return await self._read(timeout)
+            except TimeoutError:
+                # A parent that was busy itself may find the answer waiting in the pipe.
+                return await self._read(_GRACE_S)
+        except TimeoutError as error:
+            raise self.error(
+                "timeout", f"no answer within {timeout:g} s ({self.setting})"
+            ) from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise await self._gone() from error
+        except ValueError as error:
+            raise self.error(
+                "crash", f"the {self.name} child wrote something else than an answer: {error}"
+            ) from error
+
+    async def end(self) -> None:
+        """End the process as its kind does, when the pool is closed."""
+        await self.kill()
+
+    async def kill(self, within_s: float = 0.0) -> None:
+        """Kill the process and what it started, and wait for its end. within_s: how long it may
+        take to end by itself, once its pipe is closed.
+        """
+        self.leaving = True
+        if within_s:
+            self._stdin.close()
+            await self._exit_code(within_s)
+        if self.alive and self.has_children:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            if await self._exit_code(_STOP_TIMEOUT_S) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()  # what is below it ends what it has started
+                await asyncio.sleep(_GRACE_S)
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(self.pid, signal.SIGKILL)
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await self._process.wait()
+        self._stdin.close()
+
+    async def _greeted(self, setup: bytes) -> Any:
+        try:
+            await self.send(setup, START_TIMEOUT_S)
+            said, detail, *_ = await self.receive(START_TIMEOUT_S)
+        except ChildError as error:
+            raise self.error(
+                "start",
+                f"a {self.name} child did not get ready ({error}); its own output is on stderr",
+            ) from error
+        if said != "ready":
+            raise self.error("start", f"a {self.name} child could not construct the task: {detail}")
+        return detail
+
+    async def _read(self, timeout: float | None) -> list[Any]:
         async with asyncio.timeout(timeout):
             if self._expected is None:
                 self._expected = pipe.checked_length(
-                    pipe.LENGTH.unpack(await reader.readexactly(pipe.LENGTH.size))[0]
+                    pipe.LENGTH.unpack(await self._stdout.readexactly(pipe.LENGTH.size))[0]
                 )
-            message = pipe.unpack(await reader.readexactly(self._expected))
+            message = pipe.unpack(await self._stdout.readexactly(self._expected))
             self._expected = None
         if not isinstance(message, list) or len(message) < 2:
             raise ValueError(f"{message!r:.80}")
@@ -183,17 +188,110 @@ class Child:
 
     async def _gone(self) -> ChildError:
         """Return the error for a child that closed its pipe."""
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            return self._kind.error("crash", f"the {self._kind.name} child closed its pipe")
+        code = await self._exit_code(_LAST_WORDS_S)
+        if code is None:
+            return self.error("crash", f"the {self.name} child closed its pipe")
         if code == -signal.SIGXCPU:
-            return self._kind.error(
-                "timeout", f"it took more CPU time than {self._kind.setting} allows"
-            )
+            return self.error("timeout", f"it took more CPU time than {self.setting} allows")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return self._kind.error("crash", f"the {self._kind.name} child {how}")
+        return self.error("crash", f"the {self.name} child {how}")
+
+    async def _exit_code(self, within_s: float) -> int | None:
+        """Wait for the end; None where the process still runs then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        return self._process.returncode
+
+
+AnyChild = TypeVar("AnyChild", bound=Child)
+
+
+class ChildPool(Generic[AnyChild]):
+    """Children of one kind, one at each place (from 0). All methods belong to one event loop."""
+
+    REASONS: ClassVar[tuple[str, ...]] = (
+        "timeout",
+        "crash",
+        "memory",
+        "exception",
+        "wrong_type",
+        "not_sendable",
+        "start",
+        "closed",
+    )
+
+    def __init__(
+        self,
+        kind: type[AnyChild],
+        task: schema.TaskConfig,
+        limits: schema.Verifier | EnvironmentConfig,
+        *,
+        seed: int,
+        cpu: set[int] | None,
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        """limits: how many children, and their memory. cpu: their cores, None for any. more: what
+        they are told beside the task. Nothing starts before `start`.
+        """
+        self.errors: Counter[str] = Counter()
+        """What failed, by reason."""
+        told = {"settings": task.model_dump(), "seed": seed, "memory_mb": limits.memory_mb}
+        self._setup = pipe.pack(told | {"cpu": sorted(cpu) if cpu else None} | (more or {}))
+        self._kind, self._closed = kind, False
+        self._places: list[AnyChild | None] = [None] * limits.workers
+        self._turns = [asyncio.Lock() for _ in range(limits.workers)]
+        self._children: list[AnyChild] = []
+
+    @property
+    def children(self) -> list[AnyChild]:
+        """All that run, also those that are leaving."""
+        return [child for child in self._children if child.alive]
+
+    async def start(self) -> None:
+        """Start all children and wait until they are ready; if one cannot be, the pool is closed.
+        Raises ChildError("start").
+        """
+        try:
+            await self.present()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def present(self) -> list[AnyChild]:
+        """Return the children of all places, those started that are missing. Raises ChildError
+        start or closed.
+        """
+        missing = [place for place in range(len(self._places)) if self._at(place) is None]
+        outcomes = await asyncio.gather(*map(self.child, missing), return_exceptions=True)
+        if failed := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+            raise failed[0]
+        return [child for child in self._places if child is not None]
+
+    async def child(self, place: int) -> AnyChild:
+        """Return the child of a place, started if there is none. Raises ChildError start or
+        closed.
+        """
+        async with self._turns[place]:
+            child = self._at(place)
+            if child is None and not self._closed:
+                child = self._places[place] = await self._kind.spawn(self._setup)
+                self._children = [*self.children, child]
+                if self._closed:
+                    await child.end()
+            if child is None or self._closed:
+                raise self._kind.error("closed", f"the {self._kind.name} pool has been closed")
+            return child
+
+    def _at(self, place: int) -> AnyChild | None:
+        child = self._places[place]
+        usable = child is not None and child.alive and not child.leaving and not self._closed
+        return child if usable else None
+
+    async def close(self) -> None:
+        """End all children; what is asked of them ends in an error. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(child.end() for child in self.children))
 
 
 def _environment(more: tuple[str, ...]) -> dict[str, str]:

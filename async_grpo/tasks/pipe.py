@@ -1,8 +1,7 @@
-"""The messages between a verifier pool and its children.
+"""The messages between a pool and its children.
 
-Runs in: rollout actors (parent side) and verifier children. Hides the framing: a 4-byte
-little-endian length, then msgpack. Invariants: no message is longer than `MAX_MESSAGE`; nothing is
-unpickled; every request is answered item by item, so a deadline counts per item.
+Runs in: rollout actors (parent side) and their children. Hides the framing: a 4-byte little-endian
+length, then msgpack. Invariants: no message is longer than `MAX_MESSAGE`; nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scores responses in child processes: a verifier that hangs or crashes harms one response alone.
 
-Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides the children,
-their protocol and their replacement. Invariants: every response gets exactly one answer, a Score or
+Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides which child
+scores what, and what is sent to it. Invariants: every response gets exactly one answer, a Score or
 a VerifierError, in order; a child has `task.verifier.timeout_s` per response and is replaced when
 it takes longer, dies or runs out of memory; whatever a child says is checked. What an error means
 for the run (`task.verifier.on_error`) is decided by the caller.
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Score, check_score
-from async_grpo.tasks.children import Child, ChildError, ChildKind
+from async_grpo.tasks.children import Child, ChildError, ChildPool
 
 _LONGEST_DETAIL = 1000
 _CHUNK_ITEMS = 64
@@ -30,60 +29,29 @@ class VerifierError(ChildError):
     """One response could not be scored. `reason` is one of `VerifierPool.REASONS`."""
 
 
-_KIND = ChildKind(
-    "verifier", "async_grpo.tasks.verifier_child", "task.verifier.timeout_s", VerifierError
-)
+class _Verifier(Child):
+    name, module = "verifier", "async_grpo.tasks.verifier_child"
+    setting, error = "task.verifier.timeout_s", VerifierError
+    asked: float | None = None
+    """Since when the child owes an answer (monotonic seconds)."""
 
 
-class VerifierPool:
-    """Children that score responses of one task. All methods belong to one event loop."""
+class VerifierPool(ChildPool[_Verifier]):
+    """Children that score responses of one task."""
 
-    REASONS = (
-        "timeout",
-        "crash",
-        "memory",
-        "exception",
-        "non_finite",
-        "wrong_type",
-        "not_sendable",
-        "start",
-        "closed",
-    )
+    REASONS = (*ChildPool.REASONS, "non_finite")
 
     def __init__(
         self, settings: schema.TaskConfig, *, seed: int, cpu: set[int] | None = None
     ) -> None:
         """cpu: cores of the children, None for any. Nothing starts before `start`."""
-        self.errors: Counter[str] = Counter()
-        """Responses that could not be scored, by reason."""
+        super().__init__(_Verifier, settings, settings.verifier, seed=seed, cpu=cpu)
         self.spent = {"verified": 0.0, "verifying_s": 0.0}
         """Responses that were answered for, and the children's seconds for them."""
         self._timeout = settings.verifier.timeout_s
-        self._setup = pipe.pack(
-            {
-                "settings": settings.model_dump(),
-                "seed": seed,
-                "cpu": sorted(cpu) if cpu else None,
-                "memory_mb": settings.verifier.memory_mb,
-            }
-        )
-        self._children: list[Child | None] = [None] * settings.verifier.workers
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._started = False
-        self._closed = False
-
-    async def start(self) -> None:
-        """Start all children and wait until they are ready. Raises VerifierError("start")."""
-        if self._started:
-            raise RuntimeError("the verifier pool has already been started")
-        self._started = True
-        slots = range(len(self._children))
-        outcomes = await asyncio.gather(*map(self._child, slots), return_exceptions=True)
-        if failed := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-            await self.close()
-            raise failed[0]
-        for slot in slots:
-            self._free.put_nowait(slot)
+        for place in range(settings.verifier.workers):
+            self._free.put_nowait(place)
 
     async def score(self, response: str, reference: Any) -> Score:
         """Score one response. Raises VerifierError."""
@@ -96,19 +64,15 @@ class VerifierPool:
         """Score (response, reference) pairs on all free children, or the next to be free; answers
         in the order of `items`.
         """
-        if not self._started:
-            raise RuntimeError("start() the verifier pool first")
         outcomes: list[Score | VerifierError | None] = [None] * len(items)
         bodies: dict[int, bytes] = {}
         for index, item in enumerate(items):
             try:
-                bodies[index] = pipe.pack(item)
-                if len(bodies[index]) > _CHUNK_BYTES:
-                    raise ValueError(
-                        f"it has {len(bodies[index])} bytes, the limit is {_CHUNK_BYTES}"
-                    )
+                body = pipe.pack(item)
+                if len(body) > _CHUNK_BYTES:
+                    raise ValueError(f"it has {len(body)} bytes, the limit is {_CHUNK_BYTES}")
+                bodies[index] = body
             except (TypeError, ValueError, OverflowError) as error:
-                bodies.pop(index, None)
                 outcomes[index] = VerifierError(
                     "not_sendable", f"response and reference cannot cross to the verifier: {error}"
                 )
@@ -124,19 +88,12 @@ class VerifierPool:
         """(process id, seconds since its last answer) of every child that owes one."""
         return [
             (child.pid, time.monotonic() - child.asked)
-            for child in self._children
-            if child is not None and child.asked is not None
+            for child in self.children
+            if child.asked is not None
         ]
 
-    async def close(self) -> None:
-        """Kill all children; scoring in progress ends in VerifierError("closed"). Idempotent."""
-        self._closed = True
-        children = [child for child in self._children if child is not None]
-        self._children = [None] * len(self._children)
-        await asyncio.gather(*(child.kill() for child in children))
-
     def _chunks(self, bodies: dict[int, bytes]) -> list[list[int]]:
-        most = max(1, min(_CHUNK_ITEMS, -(-len(bodies) // len(self._children))))
+        most = max(1, min(_CHUNK_ITEMS, -(-len(bodies) // len(self._places))))
         chunks: list[list[int]] = []
         size = 0
         for index, body in bodies.items():
@@ -153,29 +110,25 @@ class VerifierPool:
         bodies: dict[int, bytes],
         outcomes: list[Score | VerifierError | None],
     ) -> None:
-        slot = await self._free.get()
+        place = await self._free.get()
         try:
             rest = chunk
             while rest:
-                done = await self._try(slot, [bodies[index] for index in rest])
+                done = await self._try(place, [bodies[index] for index in rest])
                 for index, outcome in zip(rest, done, strict=False):
                     outcomes[index] = outcome
                 rest = rest[len(done) :]
-        except asyncio.CancelledError:
-            # The child still owes answers that nobody waits for: it must not serve the next one.
-            await self._discard(slot)
-            raise
         finally:
-            self._free.put_nowait(slot)
+            self._free.put_nowait(place)
 
-    async def _try(self, slot: int, bodies: list[bytes]) -> list[Score | VerifierError]:
+    async def _try(self, place: int, bodies: list[bytes]) -> list[Score | VerifierError]:
         """Answers for a first part of `bodies`, at least one; all, if the child lived."""
         try:
-            child = await self._child(slot)
+            child = await self.child(place)
         except VerifierError as error:
             return [error] * len(bodies)
         done: list[Score | VerifierError] = []
-        began = time.monotonic()
+        began = child.asked = time.monotonic()
         try:
             # msgpack: an array of this many values
             head = b"\xdd" + len(bodies).to_bytes(4, "big")
@@ -184,37 +137,17 @@ class VerifierPool:
                 child.asked = time.monotonic()
                 done.append(_outcome(await child.receive(self._timeout), child.greeting))
                 if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
-                    await self._discard(slot)
                     break
+            else:
+                child.asked = None
         except VerifierError as error:
-            await self._discard(slot)
             done.append(error)
-        child.asked = None
+        finally:
+            if child.asked is not None:  # nobody waits for what it may still answer
+                await child.kill()
         self.spent["verified"] += len(done)
         self.spent["verifying_s"] += time.monotonic() - began
         return done
-
-    async def _child(self, slot: int) -> Child:
-        """Return the child of a slot, started if there is none. Raises VerifierError start or
-        closed.
-        """
-        if self._closed:
-            raise VerifierError("closed", "the verifier pool has been closed")
-        child = self._children[slot]
-        if child is not None and child.alive:
-            return child
-        await self._discard(slot)
-        child = await Child.spawn(_KIND, self._setup)
-        if self._closed:
-            await child.kill()
-            raise VerifierError("closed", "the verifier pool has been closed")
-        self._children[slot] = child
-        return child
-
-    async def _discard(self, slot: int) -> None:
-        child, self._children[slot] = self._children[slot], None
-        if child is not None:
-            await child.kill()
 
 
 def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:

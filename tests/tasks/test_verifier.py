@@ -551,7 +551,7 @@ async def main():
     task = schema.TaskConfig(name="tests.tasks.test_verifier:Misbehaving", verifier=verifier)
     pool = VerifierPool(task, seed=0, cpu=None)
     await pool.start()
-    pids = [int(child._process.pid) for child in pool._children]
+    pids = [int(score.rewards["value"]) for score in await pool.score_many([("pid", None)] * 2)]
     busy = asyncio.create_task(pool.score("sleep 600", None))
     await asyncio.sleep(0.5)
     print(*pids, flush=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,6 @@ from unittest import mock
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.environments import pool as pool_module
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import with_tools
@@ -23,6 +23,7 @@ from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem
+from async_grpo.tasks.children import Child
 from async_grpo.wire.codec import GroupTicket
 from tests.support.chat_templates import HERMES
 from tests.support.renderer_families import renderer_of_family
@@ -120,24 +121,14 @@ def started(config: Config) -> list[Any]:
     """The children of a pool, and what they are told."""
     seen: list[Any] = []
 
-    class Child:
-        async def receive(self, timeout: float | None) -> Any:
-            await asyncio.sleep(60)
-
-        async def kill(self) -> None: ...
-
-    async def spawn(kind: Any, setup: bytes) -> Child:
+    async def spawn(setup: bytes) -> None:
         told = pipe.unpack(setup)
         seen.append((told["memory_mb"], told["tools"], sorted(told["timeouts"].items())))
-        return Child()
+        raise EnvironmentFailed("start", "these are enough")
 
-    async def main() -> None:
-        pool = EnvironmentPool(config.task, config.environment, weights={}, seed=0)
-        await pool.start()
-        await pool.close()
-
-    with mock.patch.object(pool_module.Child, "spawn", spawn):
-        asyncio.run(main())
+    pool = EnvironmentPool(config.task, config.environment, weights={}, seed=0)
+    with mock.patch.object(Child, "spawn", spawn), suppress(EnvironmentFailed):
+        asyncio.run(pool.start())
     return seen
 
 
