@@ -366,6 +366,29 @@ def test_a_circle_is_found() -> None:
     assert circles(trees) == {frozenset({"a.x", "b.y"})}
 
 
+def test_a_backend_of_the_learner_is_one_folder(trees: dict[str, ast.Module]) -> None:
+    """One module names it; the others know neither its modules nor what it makes of settings and
+    parameters.
+    """
+    inside = [name for name in trees if re.match(r"learner\.backend\.\w+\.", name)]
+    folders = {name.rpartition(".")[0] for name in inside}
+    assert folders == {"learner.backend.deepspeed"}
+    others = {name: tree for name, tree in trees.items() if name not in inside}
+    assert {
+        (name, target.removeprefix("async_grpo."))
+        for name, tree in others.items()
+        for target in imports(tree)
+        if any(f"{target}.".startswith(f"async_grpo.{folder}.") for folder in folders)
+    } == {("learner.learner", "learner.backend.deepspeed.backend.DeepspeedBackend")}
+    assert [
+        f"{name}:{node.lineno} {node.attr}"
+        for name, tree in others.items()
+        if name.startswith("learner.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match("zero_stage$|deepspeed$|ds_", node.attr)
+    ] == []
+
+
 def test_errors_are_not_swallowed(trees: dict[str, ast.Module]) -> None:
     assert [fault for name, tree in trees.items() for fault in check_code(name, tree)] == []
 

@@ -62,7 +62,7 @@ def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:
     if algorithm.advantage_clip is not None:
         assert metrics["rollout/advantage_abs_max"] <= algorithm.advantage_clip
     if config.model.reference_refresh_steps:
-        ours, theirs = learner.policy.module.parameters(), learner._reference.parameters()
+        ours, theirs = learner.policy.module.parameters(), learner._reference.module.parameters()
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), (
             "refreshed after step 2"
         )

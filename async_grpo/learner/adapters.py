@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from async_grpo.config.schema import Lora, Model
 from async_grpo.errors import SetupError
-from async_grpo.learner.backend.deepspeed import division
-from async_grpo.learner.experts import blocks
+from async_grpo.learner.division import WHOLE, Division
+from async_grpo.learner.experts import Block, blocks
 from async_grpo.learner.storage_writes import Writes
 
 if TYPE_CHECKING:
@@ -41,17 +41,20 @@ class UntrainableError(SetupError, ValueError):
     """`model.lora` or `model.freeze` names an unknown layer, or leaves nothing to train."""
 
 
-def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
+def restrict(
+    hf: PreTrainedModel, settings: Model, *, seed: int, base: str, division: Division = WHOLE
+) -> None:
     """Freeze, or attach adapters. base: the model's directory. Raises UntrainableError."""
+    mixtures = list(blocks(hf, division))
     if settings.lora is not None:
-        _attach(hf, settings.lora, seed=seed, base=base)
+        _attach(hf, settings.lora, mixtures, seed=seed, base=base)
         return
     for parameter in _beside_text(hf):
         parameter.requires_grad_(False)
     if settings.freeze:
         _freeze(hf, settings.freeze)
     if settings.router == "frozen":
-        _freeze_routers(hf)
+        _freeze_routers(hf, mixtures)
 
 
 def _beside_text(hf: PreTrainedModel) -> list[nn.Parameter]:
@@ -87,8 +90,8 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
         )
 
 
-def _freeze_routers(hf: PreTrainedModel) -> None:
-    routers = [parameter for block in blocks(hf) for _, parameter in block.routers()]
+def _freeze_routers(hf: PreTrainedModel, mixtures: Sequence[Block]) -> None:
+    routers = [parameter for block in mixtures for _, parameter in block.routers()]
     if not routers:
         raise UntrainableError(
             f"model.router is frozen, but {hf.config.model_type} has no router of experts: leave "
@@ -98,7 +101,9 @@ def _freeze_routers(hf: PreTrainedModel) -> None:
         parameter.requires_grad_(False)
 
 
-def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
+def _attach(
+    hf: PreTrainedModel, lora: Lora, mixtures: Sequence[Block], *, seed: int, base: str
+) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -106,7 +111,7 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
         # whole names, since peft also looks for shorter ones in tensors that hold all experts
-        target_modules=_targets(hf, lora),
+        target_modules=_targets(hf, lora, mixtures),
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -122,7 +127,7 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
             ) from error
 
 
-def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
+def _targets(hf: PreTrainedModel, lora: Lora, mixtures: Sequence[Block]) -> list[str]:
     """Find the layers that get adapters: linear ones, no head and no router. Raises
     UntrainableError.
     """
@@ -134,7 +139,7 @@ def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
         if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in beside
     ]
     if isinstance(lora.target_modules, str):
-        routers = {name.rpartition(".")[0] for block in blocks(hf) for name, _ in block.routers()}
+        routers = {name.rpartition(".")[0] for block in mixtures for name, _ in block.routers()}
         if not (found := [name for name in linear if name not in routers]):
             raise UntrainableError(
                 f"model.lora found no linear layer in {hf.config.model_type}; train it without "
@@ -143,7 +148,7 @@ def _targets(hf: PreTrainedModel, lora: Lora) -> list[str]:
         return found
     chosen: set[str] = set()
     for target in lora.target_modules:
-        if any(target in dict(block.held.named_parameters()) for block in blocks(hf)):
+        if any(target in dict(block.held.named_parameters()) for block in mixtures):
             raise UntrainableError(
                 f"model.lora.target_modules has {target!r}, which holds all experts of a layer in "
                 "one tensor, and adapters go on linear layers: leave it out, and experts stay as "
@@ -181,8 +186,8 @@ def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
 
 @contextmanager
 def switched_off(hf: nn.Module) -> Iterator[None]:
-    """Inside the block the model is its base. Adapters are still computed, with weight 0: under
-    ZeRO-3 all passes must call the same modules in the same order.
+    """Inside the block the model is its base. Adapters are still computed, with weight 0: all
+    passes of a sharded model must call the same modules in the same order.
     """
     scalings = [(layer, layer.scaling[_ADAPTER]) for layer in layers(hf).values()]
     try:
@@ -194,7 +199,7 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
             layer.scaling[_ADAPTER] = scaling
 
 
-def base(hf: PreTrainedModel) -> dict[str, str]:
+def base(hf: PreTrainedModel, division: Division) -> dict[str, str]:
     """Return the directory of the weights under the adapters, and their fingerprint. Collective."""
     total = hashlib.sha256()
     for name, tensor in division.whole(hf):
@@ -205,7 +210,7 @@ def base(hf: PreTrainedModel) -> dict[str, str]:
     return {"path": str(path), "sha256": total.hexdigest()}
 
 
-def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
+def export(hf: PreTrainedModel, directory: Path, *, division: Division, writes: bool) -> None:
     """Write adapters for `PeftModel.from_pretrained`. Collective. Raises StorageFailure."""
     named = [
         (f"base_model.model.{name}.lora_{part}.weight", factor)
@@ -213,13 +218,9 @@ def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
         for part, factor in zip("AB", factors(layer)[:2], strict=True)
     ]
     tensors: dict[str, Tensor] = {}
-    for bucket in division.buckets(named, lambda item: (item[1],)):
-        with division.gathered([factor for _, factor in bucket]):
-            tensors |= {
-                name: factor.detach().to("cpu", copy=True).contiguous()
-                for name, factor in bucket
-                if writes
-            }
+    for name, factor in division.each(named, lambda item: (item[1],)):
+        if writes:
+            tensors[name] = factor.detach().to("cpu", copy=True).contiguous()
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_grpo.learner import drafts, weight_files
+from async_grpo.learner.division import Division
 from async_grpo.learner.storage_writes import Writes, gather
 from async_grpo.learner.weight_files import Metadata
 from async_grpo.runtime import storage
@@ -111,29 +111,23 @@ class Saving:
         )
 
 
-def save_reference(
-    metadata: Metadata, weights: Iterator[tuple[str, Tensor]], directory: str, *, rank: int
-) -> None:
-    """Write a refreshed reference. Collective: all exhaust `weights`. Raises StorageFailure."""
+def save_reference(module: torch.nn.Module, directory: str, *, division: Division) -> None:
+    """Write a refreshed reference. Collective. Raises StorageFailure."""
     out = Writes()
-    target, ranks = Path(directory) / _REFERENCE, dist.get_world_size()
+    target, weights = Path(directory) / _REFERENCE, division.whole(module)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     out.do(lambda: target.mkdir(parents=True, exist_ok=True))
-    weight_files.write(metadata, weights, target, rank=rank, ranks=ranks, out=out)
+    weight_files.write(division.metadata(module), weights, target, rank=rank, ranks=ranks, out=out)
     out.agree()
 
 
-def load_reference(
-    module: torch.nn.Module,
-    directory: str,
-    *,
-    writable: Callable[..., AbstractContextManager[None]],
-) -> None:
-    """Restore what `save_reference` wrote, or earlier versions of it, in one file.
-    `writable(parameters, modify=True)` makes sharded parameters whole. Raises ValueError.
+def load_reference(module: torch.nn.Module, directory: str, *, division: Division) -> None:
+    """Restore what `save_reference` wrote, or earlier versions of it, in one file. Collective.
+    Raises ValueError.
     """
     files, old = Path(directory) / _REFERENCE, Path(directory) / f"{_REFERENCE}.pt"
     if (files / weight_files.INDEX).is_file():
-        weight_files.read(module, files, writable=writable)
+        weight_files.read(module, files, division=division)
         return
     if not old.is_file():
         raise ValueError(
@@ -142,7 +136,7 @@ def load_reference(
         )
     kept = torch.load(old, weights_only=True, mmap=True)
     for name, parameter in module.named_parameters():
-        with torch.no_grad(), writable([parameter], modify=True):
+        with torch.no_grad(), division.gathered([parameter], modify=True):
             parameter.data.copy_(kept[name])
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from async_grpo.learner.backend.deepspeed import division
+from async_grpo.learner.division import WHOLE, Division
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 """Names that configurations give the number of experts of a token."""
@@ -36,12 +36,15 @@ class ExpertShare:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A layer's module with experts, and its name; the module that holds them; their number."""
+    """A layer's module with experts, and its name; the module that holds them; their number; where
+    the parameters live.
+    """
 
     name: str
     module: nn.Module
     held: nn.Module
     experts: int
+    division: Division
 
     def routers(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters, with their names, of what stands beside the experts and has a row
@@ -54,10 +57,10 @@ class Block:
                 yield from ((f"{self.name}.{child}.{key}", one) for key, one in own.items())
 
     def _has_rows(self, weight: nn.Parameter) -> bool:
-        return division.full_shape(weight)[0] == self.experts > 1
+        return self.division.full_shape(weight)[0] == self.experts > 1
 
 
-def blocks(hf: nn.Module) -> Iterator[Block]:
+def blocks(hf: nn.Module, division: Division = WHOLE) -> Iterator[Block]:
     """Yield the layers' blocks that hold several experts."""
     for name, module in hf.named_modules():
         experts = getattr(module, "experts", None)
@@ -69,7 +72,7 @@ def blocks(hf: nn.Module) -> Iterator[Block]:
         else:
             continue
         if count > 1:
-            yield Block(name, module, experts, count)
+            yield Block(name, module, experts, count, division)
 
 
 def expert_share(hf: PreTrainedModel) -> ExpertShare | None:
@@ -86,12 +89,3 @@ def expert_share(hf: PreTrainedModel) -> ExpertShare | None:
     inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
     return ExpertShare(idle, chosen * inner + shared)
-
-
-def gather_whole(hf: PreTrainedModel) -> None:
-    """Let ZeRO-3 gather a block's weights together: ranks route tokens to different experts, and
-    would wait for each other where one needs an expert that another does not.
-    """
-    for block in blocks(hf):
-        if isinstance(block.held, nn.ModuleList):
-            division.gather_together(block.module)

@@ -7,8 +7,8 @@ decoder that answers the given hidden states and a head that is a plain product:
     hidden [n, H] -> type(hf).forward -> decoder (answers hidden) -> head (hidden W^T + b)
                                       -> whatever the model does  -> logits [n, V]
 
-Invariant: one module call computes all chunks, so that under ZeRO-3 the weight is gathered once for
-the forward and once for the backward pass.
+Invariant: one module call computes all chunks, so that a sharded weight is gathered once for the
+forward and once for the backward pass.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class LogprobHead(nn.Module):
         hidden: Tensor,
         targets: Tensor | None = None,
         *,
-        vocab_size: int = 0,
         temperature: float = 1.0,
         with_entropy: bool = False,
         own: OwnLogits | None = None,
@@ -90,7 +89,7 @@ class LogprobHead(nn.Module):
             hidden,
             targets,
             project if own is None else own.through(project),
-            vocab_size=vocab_size,
+            vocab_size=len(self.weight),
             temperature=temperature,
             with_entropy=with_entropy,
         )

@@ -31,8 +31,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint
 from async_grpo.learner.attention import heads_of, takes_segments
-from async_grpo.learner.backend.base import Backend, TrainedModel
-from async_grpo.learner.backend.deepspeed import division
+from async_grpo.learner.backend.base import Backend, RunnableModel, TrainedModel
 from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.learner.collectives import Collectives
@@ -82,20 +81,28 @@ class Learner:
     """
 
     def __init__(
-        self, config: Config, *, model_dir: str, fetch: Fetch, device: str, total_updates: int
+        self,
+        config: Config,
+        *,
+        model_dir: str,
+        fetch: Fetch,
+        device: str,
+        total_updates: int,
+        backend: Callable[..., Backend] = DeepspeedBackend,
     ) -> None:
         """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, and
         load the model. Raises ValueError for models and settings that cannot be trained.
 
         fetch(step, group_ids): packed frames of these groups. total_updates: of the run, for the
-        schedule.
+        schedule. backend: called with the configuration, `dtype` and `device`.
         """
         self.config, self.device = config, device
         self._fetch, self._total_updates = fetch, total_updates
         wanted = config.model.dtype
         exact = wanted == "float32" or (wanted == "auto" and device == "cpu")
         self._dtype = torch.float32 if exact else torch.bfloat16
-        self._backend: Backend = DeepspeedBackend(config, dtype=self._dtype, device=device)
+        self._backend = backend(config, dtype=self._dtype, device=device)
+        self._division = self._backend.division
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.updates = 0
         self._reference_moved = False
@@ -103,7 +110,7 @@ class Learner:
         self._rows: dict[RowKey, LearnerRow] = {}
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
-        self.sharded = self._backend.sharded
+        self.sharded = self._division.sharded
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm = math.nan
@@ -112,17 +119,22 @@ class Learner:
         self._choices: dict[str, Choice] = {}
         self.policy = self._build_policy(model_dir)
         files = file_shapes(model_dir)
-        keeps = self.rank == 0 or not self.sharded
-        self._published = Published(self.policy.module.hf, keeps=keeps, files=files)
-        tied = _module(self.policy).tied
-        check_names(files, self._published.metadata(), tied=tied, where=model_dir)
+        policy = self.policy.module
+        self._published = Published(policy.hf, division=self._division, files=files)
+        check_names(files, self._published.metadata(), tied=policy.tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
 
     def _build_policy(self, model_dir: str) -> TrainedModel:
         """Return the model that is trained."""
         learner = self.config.learner
         model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
-        adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
+        adapters.restrict(
+            model.hf,
+            self.config.model,
+            seed=self.config.seed,
+            base=model_dir,
+            division=self._division,
+        )
         model.offloads = learner.activation_offload
         trained = self._backend.train(model)
         self._confirm(trained, model_dir)
@@ -130,11 +142,11 @@ class Learner:
             model.compile_layers()
         return trained
 
-    def _confirm(self, runs: Any, model_dir: str) -> None:
+    def _confirm(self, runs: RunnableModel, model_dir: str) -> None:
         """Compare the chosen forward pass of the loaded model with the model's own, and prepare for
         the kernel that it can have. Collective. Raises ValueError.
         """
-        policy = _module(runs)
+        policy = runs.module
 
         def logprobs(one: ForwardPass, rows: list[PackedRow]) -> list[np.ndarray]:
             policy.use(one)
@@ -155,7 +167,7 @@ class Learner:
             and takes_segments(self._torch_device, self._dtype, heads_of(policy.hf.config).size)
         )
 
-    def _build_reference(self, model_dir: str) -> Any:
+    def _build_reference(self, model_dir: str) -> RunnableModel | None:
         """Return the reference model; None without one, or where it is the policy without its
         adapters.
         """
@@ -166,7 +178,7 @@ class Learner:
         directory = settings.reference or model_dir
         model = self._load(directory, gradient_checkpointing=False, frozen=True)
         model.requires_grad_(False).eval()
-        shapes = [division.full_shape(parameter) for parameter in model.parameters()]
+        shapes = [shape for _, shape, _ in self._division.metadata(model)]
         policy = [shape for _, shape, _ in self._published.metadata()]
         if settings.reference_refresh_steps and shapes != policy:
             raise ValueError(
@@ -182,15 +194,18 @@ class Learner:
         self, directory: str, *, gradient_checkpointing: bool, frozen: bool = False
     ) -> PolicyModel:
         """Load a model."""
-        return load_model(
-            directory,
-            dtype=self._dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            trust_remote_code=self.config.model.trust_remote_code,
-            float32_head=self.config.model.lm_head_fp32,
-            forward_pass=self._choose(directory).forward_pass,
-            divided=self._backend.loading(frozen=frozen),
-        )
+        forward_pass = self._choose(directory).forward_pass
+        with self._backend.loading(frozen=frozen):
+            model = load_model(
+                directory,
+                dtype=self._dtype,
+                gradient_checkpointing=gradient_checkpointing,
+                trust_remote_code=self.config.model.trust_remote_code,
+                float32_head=self.config.model.lm_head_fp32,
+                forward_pass=forward_pass,
+            )
+        model.in_step = self.sharded
+        return model
 
     def _choose(self, directory: str) -> Choice:
         """Choose the forward pass for a model, once."""
@@ -267,8 +282,8 @@ class Learner:
             self._update(index, planned)
         self._plan, self._rows = None, {}  # after a failure no further step is prepared
         every = self.config.model.reference_refresh_steps
-        if every and plan.step % every == 0:
-            division.copy_parameters(self.policy.module, _module(self._reference))
+        if self._reference is not None and every and plan.step % every == 0:
+            self._division.copy(self.policy.module, self._reference.module)
             self._reference_moved = True
         return self._metrics.to_wire()
 
@@ -342,8 +357,9 @@ class Learner:
     def _prepare(self, planned: Sequence[PlanRow]) -> Prepared:
         """Pack a micro-batch; token tensors come in the order of the packed rows.
 
-        Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
-        backward hooks between ranks, which depends on the outputs that the loss uses.
+        Without rows a dummy token takes the same path with weight 0: the order of backward hooks,
+        which depends on the outputs that the loss uses, must be the same on ranks that share a
+        model.
         """
         packed = self._pack(self.policy, [self._rows[row.key].tokens for row in planned])
         ordered = [planned[position] for position in packed.order if planned]
@@ -356,8 +372,8 @@ class Learner:
         logprobs, entropy = self.policy(ready.packed, temperature, with_entropy)
         return Pass(ready.packed, ready.batch, logprobs, entropy)
 
-    def _pack(self, model: Any, rows: list[PackedRow]) -> Packed:
-        return pack(rows, self._torch_device, segmented=_module(model).segmented)
+    def _pack(self, model: RunnableModel, rows: list[PackedRow]) -> Packed:
+        return pack(rows, self._torch_device, segmented=model.module.segmented)
 
     def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/shared_prompts:
@@ -411,7 +427,7 @@ class Learner:
         self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None
     ) -> list[np.ndarray]:
         """Compute float32 log-probs of each response in (prompt, response) pairs, by default at the
-        training temperature. Collective with ZeRO-3.
+        training temperature. Collective if sharded.
         """
         rows = [
             response_row(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences
@@ -426,7 +442,7 @@ class Learner:
             return self._no_grad_logprobs(self.policy, rows)
 
     def _no_grad_logprobs(
-        self, model: Any, rows: list[PackedRow], *, temperature: float | None = None
+        self, model: RunnableModel, rows: list[PackedRow], *, temperature: float | None = None
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
@@ -455,7 +471,7 @@ class Learner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
-        is valid until the next. Collective with ZeRO-3: every rank must exhaust the iterator.
+        is valid until the next. Collective if sharded: every rank must exhaust the iterator.
         """
         return self._published.named()
 
@@ -463,8 +479,8 @@ class Learner:
         """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
         leaving restores the weights bit for bit.
 
-        With adapters w is the base's weight. No update may happen inside. Rank 0 (without ZeRO-3:
-        every rank) keeps a copy of the weights in host memory meanwhile.
+        With adapters w is the base's weight. No update may happen inside. Every rank (if sharded:
+        rank 0) keeps a copy of the weights in host memory meanwhile.
         """
         return self._published.perturbed(scale=scale, seed=seed)
 
@@ -473,36 +489,33 @@ class Learner:
         exact `load`, into one directory or one per rank. Raises StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
-        self.policy.save(directory, kept, rank=self.rank, layout=self._layout())
-        if self._reference_moved:
-            reference = _module(self._reference)
-            checkpoint.save_reference(
-                division.metadata(reference), division.whole(reference), directory, rank=self.rank
-            )
+        self.policy.save(directory, kept, layout=self._layout())
+        if self._reference is not None and self._reference_moved:
+            reference = self._reference.module
+            checkpoint.save_reference(reference, directory, division=self._division)
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save`, a refreshed reference included; its `state`. Raises ValueError for
-        another ZeRO stage or dtype, other ranks with stage 3, or a missing file.
+        a missing file, or settings that cannot continue it.
         """
-        saved = self.policy.load(directory, rank=self.rank, layout=self._layout())
+        saved = self.policy.load(directory, layout=self._layout())
         self.updates = saved["updates"]
         self._reference_moved = saved["reference_moved"] and self._reference is not None
-        if self._reference_moved:
-            checkpoint.load_reference(
-                _module(self._reference), directory, writable=division.gathered
-            )
+        if self._reference is not None and self._reference_moved:
+            reference = self._reference.module
+            checkpoint.load_reference(reference, directory, division=self._division)
         return saved["state"]
 
     @cached_property
     def _base(self) -> dict[str, str] | None:
         """What stands under adapters, and never changes; None without any. Collective."""
-        return None if self.config.model.lora is None else adapters.base(self.policy.module.hf)
+        if self.config.model.lora is None:
+            return None
+        return adapters.base(self.policy.module.hf, self._division)
 
     def _layout(self) -> dict[str, Any]:
         model = self.config.model
         return {
-            "learner.ranks": self.world_size,
-            "learner.zero_stage": self.config.learner.zero_stage,
             "model.dtype": str(self._dtype),
             "model.lora": None if model.lora is None else model.lora.model_dump(),
             "model.freeze": model.freeze,
@@ -518,35 +531,25 @@ class Learner:
             hf, self.weight_metadata(), self.named_weights(), directory, rank=self.rank
         )
         if self.config.model.lora is not None:
-            adapters.export(hf, Path(directory) / "adapter", writes=self.rank == 0)
+            adapters.export(
+                hf, Path(directory) / "adapter", division=self._division, writes=self.rank == 0
+            )
 
     def bytes_to_save(self) -> int:
         """Bytes that this rank writes with `save` and `export`, at most."""
-        counts = [
-            (torch.Size(division.full_shape(parameter)).numel(), parameter.requires_grad)
-            for parameter in self.policy.module.parameters()
-        ]
-        trained = sum(count for count, requires_grad in counts if requires_grad)
-        lora, first = self.config.model.lora is not None, self.rank == 0
-        model = (trained if lora else sum(count for count, _ in counts)) * self._dtype.itemsize
-        plain = self.config.learner.zero_stage == 0
-        optimizer = first * 8 * trained if plain else 12 * trained // self.world_size
-        module = model // self.world_size if self.sharded else first * model
+        lora = self.config.model.lora is not None
+        saved = self.policy.bytes_to_save(only_trained=lora)
         files = divide(self.weight_metadata(), self.world_size)
         own = sum(file.nbytes for file in files if file.rank == self.rank)
         exported = own * (1 + self._reference_moved)
-        adapter = first * model * lora
-        return int(1.1 * (optimizer + module + exported + adapter)) + 2**24
+        if lora and self.rank == 0:
+            factors = (one for one in self.policy.module.parameters() if one.requires_grad)
+            exported += sum(self._division.size(one) for one in factors) * self._dtype.itemsize
+        return int(1.1 * (saved + exported)) + 2**24
 
     def close(self) -> None:
         """Free the model and leave the process group."""
         self._plan, self._rows = None, {}
-        self.policy.close()
         self._reference = None
         del self.policy
         self._backend.close()
-
-
-def _module(model: Any) -> PolicyModel:
-    """Return the policy model inside of what runs it, or the model itself."""
-    return getattr(model, "module", model)

@@ -14,15 +14,15 @@ Invariants:
 - A row's log-probs do not depend on the rows packed beside it.
 - Nothing of size N x N exists. Rows lie in buckets of little padding, whatever the mix of lengths.
 - The language-model head sees only the hidden states that predict a response token, in one module
-  call: under ZeRO-3 every rank gathers its weight once for the forward and once for the backward
-  pass, however many chunks the rows need.
+  call: every rank gathers a sharded weight once for the forward and once for the backward pass,
+  however many chunks the rows need.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +43,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_grpo.errors import SetupError
 from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
-from async_grpo.learner.backend.deepspeed import division
 from async_grpo.learner.head import LogprobHead, OwnLogits
 from async_grpo.learner.packing import Packed
 
@@ -105,7 +104,6 @@ class PolicyModel(nn.Module):
             )
         self.tied = head.weight is embedding.weight
         """Whether the head's weight is that of the embedding."""
-        self.vocab_size = division.full_shape(head.weight)[0]
         hf.set_output_embeddings(LogprobHead(head, float32=float32_head))
         self.forward_pass = forward_pass
         self._own: OwnLogits | None = None
@@ -154,7 +152,6 @@ class PolicyModel(nn.Module):
         return self.hf.get_output_embeddings()(
             states.index_select(0, packed.predictors),
             packed.targets,
-            vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
             own=self._own,
@@ -261,26 +258,20 @@ def load_model(
     trust_remote_code: bool,
     float32_head: bool,
     forward_pass: ForwardPass = PACKED,
-    divided: AbstractContextManager[None] | None = None,
 ) -> PolicyModel:
-    """Load a causal language model, dropout off. divided: inside of it, all ranks together hold
-    the model from the beginning. Raises ValueError for a model that is none.
-    """
+    """Load a causal language model, dropout off. Raises ValueError for a model that is none."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    with divided or nullcontext():
-        hf = model_class(config).from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=forward_pass.attention,
-            trust_remote_code=trust_remote_code,
-        )
+    hf = model_class(config).from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=forward_pass.attention,
+        trust_remote_code=trust_remote_code,
+    )
     without_dropout(hf)
     without_auxiliary_losses(hf)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
-    policy = PolicyModel(hf, float32_head=float32_head, forward_pass=forward_pass)
-    policy.in_step = divided is not None
-    return policy
+    return PolicyModel(hf, float32_head=float32_head, forward_pass=forward_pass)
 
 
 def without_dropout(hf: PreTrainedModel) -> None:

@@ -10,8 +10,7 @@ names the file of every tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedWriter
@@ -23,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from async_grpo.learner.division import Division
 from async_grpo.learner.storage_writes import Writes
 
 INDEX = "model.safetensors.index.json"
@@ -142,20 +142,13 @@ def write(
         out.do(lambda: (directory / INDEX).write_text(text, encoding="utf-8"))
 
 
-def read(
-    module: torch.nn.Module,
-    directory: Path,
-    *,
-    writable: Callable[..., AbstractContextManager[None]],
-) -> None:
-    """Copy the parameters of a module from files that `write` wrote, one at a time.
-    `writable(parameters, modify=True)` makes sharded parameters whole.
-    """
+def read(module: torch.nn.Module, directory: Path, *, division: Division) -> None:
+    """Copy the parameters of a module from files that `write` wrote, one at a time."""
     index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
     for name, parameter in module.named_parameters():
         with (
             safe_open(directory / index[name], "pt") as file,
             torch.no_grad(),
-            writable([parameter], modify=True),
+            division.gathered([parameter], modify=True),
         ):
             parameter.data.copy_(file.get_tensor(name))

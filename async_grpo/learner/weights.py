@@ -1,7 +1,7 @@
 """The published weights of the policy: whole, as they are in the model's files, adapters merged.
 
-Runs in: learner ranks. Hides where parameters live (ZeRO, offload), that some have adapters, and
-that transformers holds some in other tensors than the files (`file_names`):
+Runs in: learner ranks. Hides that some parameters are sharded and some have adapters, and that
+transformers holds some in other tensors than the files (`file_names`):
 
     parameter, or buffer of the files -> whole -> merged -> tensors of the files -> engines, export
 
@@ -11,7 +11,7 @@ Invariants:
   included.
 - Reading changes nothing: a weight with an adapter is computed into a fresh tensor, W + scaling B A
   in float32, rounded to W's dtype.
-- Never more than a bucket is whole on a rank with ZeRO-3.
+- Never more than a bucket of a sharded model is whole on a rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.learner import adapters
-from async_grpo.learner.backend.deepspeed import division
+from async_grpo.learner.division import WHOLE, Division
 from async_grpo.learner.file_names import FileNames, Part, Shape
 
 ZERO_RMS = 0.02
@@ -59,12 +60,17 @@ class _Weight:
 
 class Published:
     """The weights of one model. files: name -> shape in the model's files, None for a model without
-    any. keeps: whether `perturbed` restores from this rank's copy.
+    any.
     """
 
     def __init__(
-        self, hf: PreTrainedModel, *, keeps: bool, files: Mapping[str, Shape] | None = None
+        self,
+        hf: PreTrainedModel,
+        *,
+        division: Division = WHOLE,
+        files: Mapping[str, Shape] | None = None,
     ) -> None:
+        self._division = division
         adapted = {
             f"{name}.base_layer.weight": adapters.factors(layer)
             for name, layer in adapters.layers(hf).items()
@@ -92,7 +98,6 @@ class Published:
             or any(isinstance(one.base, nn.Parameter) for one in own)
             or part.shapes.keys() <= files.keys()
         ]
-        self._keeps = keeps
 
     def metadata(self) -> list[tuple[str, Shape, str]]:
         """List name, full shape and dtype name of every weight, in the order of `named`."""
@@ -103,28 +108,27 @@ class Published:
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights, each valid until the next. Collective with ZeRO-3: all ranks exhaust."""
-        for bucket in division.buckets(self._parts, _parameters):
-            with division.gathered([parameter for one in bucket for parameter in _parameters(one)]):
-                for part, own in bucket:
-                    yield from self._names.split(part, [one.merged() for one in own]).items()
+        """Yield weights, each valid until the next. Collective if sharded: all ranks exhaust."""
+        for part, own in self._division.each(self._parts, _parameters):
+            yield from self._names.split(part, [one.merged() for one in own]).items()
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
         """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
+        changes = not self._division.sharded or dist.get_rank() == 0
         kept: dict[str, Tensor] = {}
         floating = [one for _, own in self._parts for one in own if one.base.is_floating_point()]
         try:
             for one in floating:
-                with torch.no_grad(), division.gathered(one.parameters()[:1], modify=True):
-                    if self._keeps:
+                with torch.no_grad(), self._division.gathered(one.parameters()[:1], modify=True):
+                    if changes:
                         weight = one.base.data
                         kept[one.name] = weight.to("cpu", copy=True)
                         weight.add_(_noise(weight, scale=scale, seed=seed, name=one.name))
             yield
         finally:
             for one in floating:
-                with torch.no_grad(), division.gathered(one.parameters()[:1], modify=True):
+                with torch.no_grad(), self._division.gathered(one.parameters()[:1], modify=True):
                     if one.name in kept:
                         one.base.data.copy_(kept[one.name])
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Model
-from async_grpo.learner import adapters
-from async_grpo.learner.backend.deepspeed import division
+from async_grpo.learner import adapters, division
+from async_grpo.learner.backend.deepspeed.division import ZeroDivision
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import response_row
@@ -158,7 +158,7 @@ def slow(
 
 def whole_parameters(learner: Learner) -> dict[str, torch.Tensor]:
     """All parameters as the learner holds them, adapters apart."""
-    return {name: tensor.clone() for name, tensor in division.whole(learner.policy.module.hf)}
+    return {name: tensor.clone() for name, tensor in ZeroDivision().whole(learner.policy.module.hf)}
 
 
 def check_untrained(
@@ -396,10 +396,10 @@ def test_only_a_bucket_of_the_model_is_whole(
         config_of("lora", 3), models, case_of(models, "lora"), name="lora"
     ) as learner:
         parameters = list(learner.policy.module.parameters())
-        total = sum(int(np.prod(division.full_shape(parameter))) for parameter in parameters)
+        total = sum(ZeroDivision().size(parameter) for parameter in parameters)
         expected, most = copy_weights(learner), []
         for limit in (2**28, 2**14):
-            monkeypatch.setattr(division, "_GATHER_BYTES", limit)
+            monkeypatch.setattr(division, "GATHER_BYTES", limit)
             at_once = []
             for name, weight in learner.named_weights():
                 assert torch.equal(weight, expected[name])

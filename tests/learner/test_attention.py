@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from async_grpo.learner import attention
 from async_grpo.learner.attention import of_rows, takes_segments, varlen_attention
-from async_grpo.learner.backend.deepspeed import process
+from async_grpo.learner.backend.process_group import prepare_gpu
 from async_grpo.learner.head import _Float32Logits
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import Packed, pack, response_row
@@ -192,7 +192,7 @@ def test_a_gpu_has_many_queues_and_does_without_cudnns_attention(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     try:
-        process.prepare_gpu("cuda:0")
+        prepare_gpu("cuda:0")
         assert chosen == [("cuda:0", "32")], "CUDA reads it when it starts"
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:

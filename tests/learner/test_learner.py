@@ -25,8 +25,8 @@ from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, StalenessError
 from async_grpo.learner import head as head_module
-from async_grpo.learner.backend.deepspeed import process as joining
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config
+from async_grpo.learner.backend.process_group import rendezvous
 from async_grpo.learner.batching import RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
@@ -188,7 +188,7 @@ def test_the_port_of_the_rendezvous_is_held_until_the_ranks_meet(
         ("MASTER_LISTEN_FD", str(process._listener.detach())),
     ):
         monkeypatch.setenv(name, value)
-    store = joining._store(0, 1, timedelta(seconds=20))
+    store = rendezvous(0, 1, timedelta(seconds=20))
     store.set("rank 0", "is here")
     assert (store.port, "MASTER_LISTEN_FD" in os.environ) == (port, False)
     assert TCPStore(host, port, timeout=timedelta(seconds=20)).get("rank 0") == b"is here"

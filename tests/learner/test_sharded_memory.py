@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.learner import drafts, weight_files
-from async_grpo.learner.backend.deepspeed import division, process
+from async_grpo.learner import division, drafts, weight_files
+from async_grpo.learner.backend.deepspeed import process
+from async_grpo.learner.backend.deepspeed.division import ZeroDivision, divided
 from async_grpo.learner.checkpoint import Saving
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel, load_model
@@ -59,20 +60,19 @@ def _anonymous() -> int:
 
 
 def _loaded(directory: str, world: int) -> PolicyModel:
-    return load_model(
-        directory,
-        dtype=torch.float32,
-        gradient_checkpointing=False,
-        trust_remote_code=False,
-        float32_head=False,
-        divided=division.divided(
-            {
-                "train_batch_size": world,
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": 3, "overlap_comm": False},
-            }
-        ),
-    )
+    settings = {
+        "train_batch_size": world,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "overlap_comm": False},
+    }
+    with divided(settings):
+        return load_model(
+            directory,
+            dtype=torch.float32,
+            gradient_checkpointing=False,
+            trust_remote_code=False,
+            float32_head=False,
+        )
 
 
 def rank_main(rank: int, world: int, port: int, small: str, large: str, target: str) -> None:
@@ -83,21 +83,19 @@ def rank_main(rank: int, world: int, port: int, small: str, large: str, target: 
     set_rank(rank, world, port)
     process.start("cpu", timeout_s=120)
     _loaded(small, world)  # imports
-    division._GATHER_BYTES = BUCKET
+    division.GATHER_BYTES, zero = BUCKET, ZeroDivision()
     with Peak() as loading:
         model = _loaded(large, world)
-    shapes = [
-        torch.Size(division.full_shape(parameter)).numel() for parameter in model.parameters()
-    ]
-    share, largest = 4 * sum(shapes) // world, 4 * max(shapes)
+    sizes = [zero.size(parameter) for parameter in model.parameters()]
+    share, largest = 4 * sum(sizes) // world, 4 * max(sizes)
     assert share > 3 * (largest + SLACK), "the model is too small to tell"
     with Peak() as publishing:
-        names = [name for name, _ in Published(model.hf, keeps=False).named()]
-    assert len(names) == len(shapes)
-    metadata, out = division.metadata(model), Writes()
+        names = [name for name, _ in Published(model.hf, division=zero).named()]
+    assert len(names) == len(sizes)
+    metadata, out = zero.metadata(model), Writes()
     with Peak() as exporting:
         weight_files.write(
-            metadata, division.whole(model), Path(target), rank=rank, ranks=world, out=out
+            metadata, zero.whole(model), Path(target), rank=rank, ranks=world, out=out
         )
     out.agree()
     found = {"loading": loading.bytes, "publishing": publishing.bytes, "exporting": exporting.bytes}
@@ -159,7 +157,7 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     torch.set_num_threads(1)
     set_rank(rank, world, port)
     drafts.SEGMENT_DIR = Path(target)  # a disk: memory files are no anonymous memory either
-    division._GATHER_BYTES = BUCKET
+    division.GATHER_BYTES = BUCKET
     config = make_config(
         model={"path": large},
         learner={"zero_stage": 3, "ranks": world},

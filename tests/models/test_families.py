@@ -102,7 +102,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_forward_pass(family
 def test_weights_are_published_with_the_names_and_bytes_of_the_files(family: tuple) -> None:
     _, directory = family
     hf = model_class(choose_config(directory)).from_pretrained(directory)
-    published = Published(hf, keeps=True, files=file_shapes(directory))
+    published = Published(hf, files=file_shapes(directory))
     files: dict[str, Tensor] = {}
     for path in Path(directory).glob("*.safetensors"):
         files |= load_file(path)
@@ -126,7 +126,7 @@ def test_names_are_known_before_a_weight_is_read(family: tuple) -> None:
         hf = model_class(config).from_config(config)
     read = model_class(config).from_pretrained(directory)
     metadata = [
-        [(name, shape) for name, shape, _ in Published(one, keeps=False, files=files).metadata()]
+        [(name, shape) for name, shape, _ in Published(one, files=files).metadata()]
         for one in (hf, read)
     ]
     assert metadata[0] == metadata[1]
@@ -139,7 +139,7 @@ def test_files_without_the_decoders_prefix_are_published_as_they_are(tmp_path: P
     assert "h.0.ln_1.weight" in old
     save_file(old, path, metadata={"format": "pt"})
     hf = model_class(choose_config(str(tmp_path))).from_pretrained(tmp_path)
-    published = dict(Published(hf, keeps=False, files=file_shapes(str(tmp_path))).named())
+    published = dict(Published(hf, files=file_shapes(str(tmp_path))).named())
     assert published.keys() <= old.keys()
     assert all(torch.equal(one, old[name]) for name, one in published.items())
 
@@ -149,7 +149,7 @@ def test_a_bias_that_is_zero_is_moved_by_a_test_publication_too() -> None:
     hf = model_class(config).from_config(config)
     zeros = {name for name, one in hf.named_parameters() if name.endswith("bias")}
     assert zeros and all(not hf.get_parameter(name).any() for name in zeros)
-    published = Published(hf, keeps=True)
+    published = Published(hf)
     with published.perturbed(scale=0.1, seed=3):
         assert all(hf.get_parameter(name).any() for name in zeros)
     assert all(not hf.get_parameter(name).any() for name in zeros)

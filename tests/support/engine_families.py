@@ -113,7 +113,7 @@ def differences(name: str, directory: str, arguments: dict[str, Any]) -> dict[st
     """
     hf = load_own(directory)
     trial = trial_of(hf, directory)
-    published = Published(hf, keeps=True, files=file_shapes(directory))
+    published = Published(hf, files=file_shapes(directory))
     with published.perturbed(scale=MOVE, seed=8):
         later = {key: tensor.clone() for key, tensor in published.named()}
     experts = {key for key in later if ".experts." in key or "block_sparse_moe" in key}

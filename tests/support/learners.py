@@ -19,6 +19,8 @@ import torch
 from transformers import AutoConfig
 
 from async_grpo.config.schema import Config
+from async_grpo.learner.backend.base import Backend
+from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import model_class
@@ -308,10 +310,16 @@ def open_learner(
     rank: int = 0,
     world: int = 1,
     port: int = 0,
+    backend: Callable[..., Backend] = DeepspeedBackend,
 ) -> Iterator[Learner]:
     set_rank(rank, world, port or free_port())
     learner = Learner(
-        config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10
+        config,
+        model_dir=models[name],
+        fetch=case.fetch,
+        device="cpu",
+        total_updates=10,
+        backend=backend,
     )
     try:
         yield learner

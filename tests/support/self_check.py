@@ -186,7 +186,7 @@ class Learner:
         self._serving, self._fault, self._seed = serving, fault, seed
         self.model = serving.model
         self._owner = ModuleOwner(self.model)
-        self._published = Published(self.model, keeps=True)
+        self._published = Published(self.model)
         self.sender = SharedMemorySender(
             self._owner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=directory
         )

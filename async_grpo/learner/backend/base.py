@@ -1,30 +1,52 @@
 """What trains a model over the learner ranks, as the learner sees it.
 
 Runs in: learner ranks. Hides which framework it is, and how it steps, saves and loads: `deepspeed`
-is the one there is. Every method is called on all ranks. Where a parameter lives is no part of the
-protocol yet: the learner's other modules ask `deepspeed.division`.
+is the one there is. Another is a folder beside it, named where the learner names DeepSpeed's. Every
+method is called on all ranks.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from async_grpo.learner.division import Division
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.packing import Packed
 
 
-class TrainedModel(Protocol):
-    """The policy, with its optimizer."""
+class RunnableModel(Protocol):
+    """A model that computes on the ranks' devices."""
+
+    @property
+    def module(self) -> PolicyModel:
+        """The model itself."""
+
+    def __call__(
+        self, packed: Packed, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [M] of the response tokens, and entropies [M]: the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A model that a rank runs by itself."""
 
     module: PolicyModel
 
     def __call__(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] of the response tokens, and entropies [M]: the forward pass."""
+        """See `RunnableModel`."""
+        logprobs, entropy = self.module(packed, temperature, with_entropy)
+        return logprobs, entropy
+
+
+class TrainedModel(RunnableModel, Protocol):
+    """The policy, with its optimizer."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a rank's share of the loss; losses of all ranks are added."""
@@ -34,36 +56,35 @@ class TrainedModel(Protocol):
         clipping.
         """
 
-    def save(
-        self, directory: str, state: dict[str, Any], *, rank: int, layout: dict[str, Any]
-    ) -> None:
+    def save(self, directory: str, state: dict[str, Any], *, layout: dict[str, Any]) -> None:
         """Write weights, optimizer and random state, and `state` (plain values), for an exact
-        `load`. Raises StorageFailure, on every rank.
+        `load`. layout: what the learner's settings make of the model; where its `base` is not None,
+        only what is trained is written. Raises StorageFailure, on every rank.
         """
 
-    def load(self, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+    def load(self, directory: str, *, layout: dict[str, Any]) -> dict[str, Any]:
         """Restore what `save` wrote; its `state`. Raises ValueError for what cannot be continued
         with this layout.
         """
 
-    def close(self) -> None:
-        """Free the model."""
+    def bytes_to_save(self, *, only_trained: bool) -> int:
+        """Estimate the bytes that this rank writes with `save`."""
 
 
 class Backend(Protocol):
-    """One rank's half of the framework; made, it has joined the group of the ranks."""
+    """One rank's half of the framework; made, it has joined the process group of the ranks."""
 
-    sharded: bool
-    """Whether no rank holds the whole model."""
+    division: Division
+    """Where the parameters of its models live."""
 
-    def loading(self, *, frozen: bool) -> AbstractContextManager[None] | None:
-        """Divide a model that is loaded inside, where ranks share it; None where they do not."""
+    def loading(self, *, frozen: bool) -> AbstractContextManager[None]:
+        """Divide a model that is loaded inside, where ranks share it."""
 
     def train(self, model: PolicyModel) -> TrainedModel:
         """Make a loaded model one that is trained."""
 
-    def freeze(self, model: PolicyModel) -> nn.Module:
+    def freeze(self, model: PolicyModel) -> RunnableModel:
         """Make a loaded model one that only computes."""
 
     def close(self) -> None:
-        """Leave the group of the ranks."""
+        """Free the models and leave the process group."""

@@ -170,7 +170,7 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
         return
     files = file_shapes(str(directory))
     tied = PolicyModel(hf, float32_head=False).tied
-    published = Published(hf, keeps=False, files=files)
+    published = Published(hf, files=files)
     check_names(files, published.metadata(), tied=tied, where=model)
 
 

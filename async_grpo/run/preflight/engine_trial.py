@@ -88,7 +88,7 @@ def trial_of(hf: PreTrainedModel, directory: str) -> Trial:
     expected = own_logprobs(hf)
     if not np.isfinite(expected).all():
         raise ArithmeticError("log-probs are no numbers")
-    published = Published(hf, keeps=True, files=file_shapes(directory))
+    published = Published(hf, files=file_shapes(directory))
     with published.perturbed(scale=MOVE, seed=7):
         tensors = {name: tensor.clone() for name, tensor in published.named()}
         return Trial(directory, rows(hf.config), expected, tensors, own_logprobs(hf))

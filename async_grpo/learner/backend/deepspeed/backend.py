@@ -7,19 +7,24 @@ factor `world_size` undoes.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from async_grpo.config.schema import Config
+from async_grpo.learner.backend.base import RunnableModel, WholeModel
 from async_grpo.learner.backend.deepspeed import files
-from async_grpo.learner.backend.deepspeed.division import divided
+from async_grpo.learner.backend.deepspeed.division import (
+    ZeroDivision,
+    divided,
+    gather_experts_together,
+)
 from async_grpo.learner.backend.deepspeed.process import start
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config, reference_config
-from async_grpo.learner.experts import gather_whole
+from async_grpo.learner.division import WHOLE, Division
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.packing import Packed
 
@@ -27,16 +32,17 @@ from async_grpo.learner.packing import Packed
 class DeepspeedModel:
     """The policy in a DeepSpeed engine."""
 
-    def __init__(self, engine: Any, *, grad_clip: float, plain: bool) -> None:
+    def __init__(self, engine: Any, *, division: Division, grad_clip: float, plain: bool) -> None:
         """plain: without ZeRO, where DeepSpeed neither clips nor measures gradients."""
         self.engine, self.module = engine, engine.module
         self._world_size, self._clip = dist.get_world_size(), grad_clip
         self._plain, self._norm = plain, math.nan
+        self._division = division
 
     def __call__(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TrainedModel`."""
+        """See `RunnableModel`."""
         return self.engine(packed, temperature, with_entropy)
 
     def backward(self, loss: Tensor) -> None:
@@ -51,19 +57,26 @@ class DeepspeedModel:
         self.engine.step()
         return self._norm if self._plain else float(self.engine.get_global_grad_norm())
 
-    def save(
-        self, directory: str, state: dict[str, Any], *, rank: int, layout: dict[str, Any]
-    ) -> None:
+    def save(self, directory: str, state: dict[str, Any], *, layout: dict[str, Any]) -> None:
         """See `TrainedModel`."""
-        files.save(self.engine, directory, state, rank=rank, layout=layout)
+        files.save(self.engine, directory, state, layout=layout)
 
-    def load(self, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+    def load(self, directory: str, *, layout: dict[str, Any]) -> dict[str, Any]:
         """See `TrainedModel`."""
-        return files.load(self.engine, directory, rank=rank, layout=layout)
+        return files.load(self.engine, directory, layout=layout)
 
-    def close(self) -> None:
+    def bytes_to_save(self, *, only_trained: bool) -> int:
         """See `TrainedModel`."""
-        self.engine.destroy()
+        ranks, first = self._world_size, dist.get_rank() == 0
+        parameters = list(self.module.parameters())
+        trained = sum(self._division.size(one) for one in parameters if one.requires_grad)
+        written = sum(
+            self._division.size(one) * one.element_size()
+            for one in parameters
+            if one.requires_grad or not only_trained
+        )
+        optimizer = first * 8 * trained if self._plain else 12 * trained // ranks
+        return optimizer + (written // ranks if self._division.sharded else first * written)
 
     def clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Clip and measure gradients before a plain AdamW step."""
@@ -78,16 +91,17 @@ class DeepspeedBackend:
         """Join the group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK."""
         start(device, timeout_s=config.watchdog.step_timeout_s)
         self._learner, self._device = config.learner, device
-        self.sharded = config.learner.zero_stage == 3
+        self.division = ZeroDivision() if config.learner.zero_stage == 3 else WHOLE
         ranks = dist.get_world_size()
         self._settings = deepspeed_config(config, dtype=dtype, world_size=ranks, device=device)
         self._frozen = reference_config(dtype=dtype, world_size=ranks, device=device)
-        self._models: list[Any] = []
-        """Engines of frozen models."""
+        self._engines: list[Any] = []
 
-    def loading(self, *, frozen: bool) -> AbstractContextManager[None] | None:
+    def loading(self, *, frozen: bool) -> AbstractContextManager[None]:
         """See `Backend`."""
-        return divided(self._frozen if frozen else self._settings) if self.sharded else None
+        if not self.division.sharded:
+            return nullcontext()
+        return divided(self._frozen if frozen else self._settings)
 
     def train(self, model: PolicyModel) -> DeepspeedModel:
         """See `Backend`."""
@@ -102,33 +116,36 @@ class DeepspeedBackend:
             weight_decay=learner.weight_decay,
             fused=True,  # else temporary tensors of the optimizer's size
         )
-        if self.sharded:
-            gather_whole(model.hf)
+        if self.division.sharded:
+            gather_experts_together(model.hf, self.division)
         settings = self._settings
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         engine.train()
+        self._engines.append(engine)
         plain = learner.zero_stage == 0
-        trained = DeepspeedModel(engine, grad_clip=learner.grad_clip, plain=plain)
+        trained = DeepspeedModel(
+            engine, division=self.division, grad_clip=learner.grad_clip, plain=plain
+        )
         if plain:
             optimizer.register_step_pre_hook(trained.clip)
         return trained
 
-    def freeze(self, model: PolicyModel) -> nn.Module:
+    def freeze(self, model: PolicyModel) -> RunnableModel:
         """See `Backend`."""
         import deepspeed
 
-        if not self.sharded:
-            return model.to(torch.device(self._device))
+        if not self.division.sharded:
+            return WholeModel(model.to(torch.device(self._device)))
         engine = deepspeed.initialize(model=model, config=self._frozen)[0]
         engine.eval()
-        self._models.append(engine)
+        self._engines.append(engine)
         return engine
 
     def close(self) -> None:
         """See `Backend`."""
         import deepspeed
 
-        for engine in self._models:
+        for engine in self._engines:
             engine.destroy()
-        self._models.clear()
+        self._engines.clear()
         deepspeed.comm.destroy_process_group()

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.learner.storage_writes import Writes
 
 _TAG = "learner"
-_RANKS, _BASE = "learner.ranks", "base"
+_RANKS, _STAGE, _BASE = "learner.ranks", "learner.zero_stage", "base"
 _DIVISIBLE_STAGES = (0, 1, 2)
 """With stage 0 every rank holds everything; stage 3 divides each parameter, weights included."""
 
@@ -44,7 +45,7 @@ class _CheckpointWriter:
 
 
 def save(
-    engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]
+    engine: Any, directory: str, client_state: dict[str, Any], *, layout: dict[str, Any]
 ) -> None:
     """Write the engine's state (`client_state`: plain values) and each rank's random state and
     layout; of a layout with a base only what is trained. Collective, in one directory or one per
@@ -77,16 +78,18 @@ def save(
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state()
-    writes.torch({"random": random, "layout": layout}, _rank_file(directory, rank))
+    kept = {"random": random, "layout": _with_ranks(engine, layout)}
+    writes.torch(kept, _rank_file(directory, dist.get_rank()))
     writes.agree()
 
 
-def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+def load(engine: Any, directory: str, *, layout: dict[str, Any]) -> dict[str, Any]:
     """Restore what `save` wrote, dividing the optimizer anew for another number of ranks; its
     client state. Raises ValueError for a missing file, a layout that cannot be continued, or
     another base than the one of the checkpoint.
     """
-    written, base = _read_rank(directory, 0)["layout"], layout[_BASE]
+    layout, base = _with_ranks(engine, layout), layout[_BASE]
+    written = _read_rank(directory, 0)["layout"]
     theirs = written.get(_BASE)  # older checkpoints hold the whole model
     if theirs and base and theirs["sha256"] != base["sha256"]:
         raise ValueError(
@@ -100,7 +103,7 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
             f"{directory} holds a learner with {written}, this one has {layout}; "
             "resume with the settings of the checkpoint"
         )
-    stage = layout["learner.zero_stage"]
+    stage = layout[_STAGE]
     if other_ranks and stage not in _DIVISIBLE_STAGES:
         raise ValueError(
             f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, "
@@ -114,11 +117,17 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
         raise ValueError(f"{directory} holds no DeepSpeed checkpoint")
     if divided:
         _load_optimizer(engine, Path(directory) / _TAG, saved_ranks=saved_ranks)
-    random = _read_rank(directory, min(rank, saved_ranks - 1))["random"]
+    random = _read_rank(directory, min(dist.get_rank(), saved_ranks - 1))["random"]
     torch.set_rng_state(random["cpu"])
     if "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"])
     return client_state["async_grpo"]
+
+
+def _with_ranks(engine: Any, layout: dict[str, Any]) -> dict[str, Any]:
+    """Add to a layout what the files depend on, too."""
+    stage = int(engine.zero_optimization_stage())
+    return {_RANKS: dist.get_world_size(), _STAGE: stage, **layout}
 
 
 def _read_rank(directory: str, rank: int) -> dict[str, Any]:
