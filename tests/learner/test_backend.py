@@ -253,3 +253,7 @@ def test_parameters_are_reached_only_through_the_division(
     )
     assert ours[0] == theirs[0]
     assert bitwise(ours[1], theirs[1]) and bitwise(ours[2], theirs[2])
+    layouts = [
+        torch.load(tmp_path / name / "saved" / "all.pt")[2] for name in ("put_away", "plain")
+    ]
+    assert layouts[0] == layouts[1], "what stands under adapters has one fingerprint"

@@ -25,7 +25,7 @@ from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
-from tests.support.learners import make_config, run_ranks, set_rank
+from tests.support.learners import SHARD_ALL, make_config, run_ranks, set_rank
 from tests.support.processes import free_port
 
 M_MMAP_THRESHOLD = -3
@@ -160,7 +160,9 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     division.GATHER_BYTES = BUCKET
     config = make_config(
         model={"path": large},
-        learner={"zero_stage": 3, "ranks": world},
+        # else small parameters stay whole, until an export gathers and frees them: with four ranks
+        # they are as much as a share, and come back within the next save
+        learner={"zero_stage": 3, "ranks": world, "deepspeed": SHARD_ALL},
         algorithm={"use_kl_loss": False, "kl_loss_coef": 0.0},
     )
     learner = Learner(config, model_dir=large, fetch=lambda *_: b"", device="cpu", total_updates=1)
