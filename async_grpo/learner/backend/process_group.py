@@ -22,17 +22,12 @@ def join(device: str, *, timeout_s: float) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        collectives_of(device),
+        "gloo" if device == "cpu" else "nccl",
         store=rendezvous(rank, ranks, timeout),
         rank=rank,
         world_size=ranks,
         timeout=timeout,
     )
-
-
-def collectives_of(device: str) -> str:
-    """Name what communicates between devices of this kind."""
-    return "gloo" if device == "cpu" else "nccl"
 
 
 def prepare_gpu(device: str) -> None:

@@ -10,7 +10,9 @@ import os
 import warnings
 from datetime import timedelta
 
-from async_grpo.learner.backend.process_group import collectives_of, join, prepare_gpu
+import torch.distributed as dist
+
+from async_grpo.learner.backend.process_group import join, prepare_gpu
 
 
 def start(device: str, *, timeout_s: float) -> None:
@@ -35,7 +37,7 @@ def start(device: str, *, timeout_s: float) -> None:
     )
     join(device, timeout_s=timeout_s)
     deepspeed.init_distributed(
-        dist_backend=collectives_of(device),
+        dist_backend=dist.get_backend(),
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timedelta(seconds=timeout_s),
