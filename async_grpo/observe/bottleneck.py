@@ -1,21 +1,17 @@
 """Who is the bottleneck of a run, and what to change: one sentence per interval, from rates that
 were measured.
 
-Runs in: the driver. Hides the model. With R groups per learner step, K =
-max_staleness, X trained groups per second, and Little's law (what is there at a time = rate x time
-in the system) where it says so:
+Runs in: the driver. Hides how one part is told from another. The limits are those of `throughput`,
+with times such that the part that holds up the others lets through what was measured:
 
-    learner     X_L = R / (time of a step that waits for nothing)
-    engines     X_E = X / (share of the places that are taken), places = actors x groups that one
-                generates at a time, and taken = rate of completions x time that a group takes a
-                place: each response takes its own until it ends    (Little)
-    episodes    X_N = X / (1 - share of the time in which an engine generates nothing, because all
-                of its episodes wait for their environments)
-    verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little),
-                else no limit
-    slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R
-                slots for a time that the slowest decide. Only where all of them may be taken: while
-                `replay.outstanding` allows fewer, the bound limits nothing
+    learner       a step takes what was measured, less its waits for groups
+    engines       their places are taken for rate of completions x time that a group takes a place:
+                  each response takes its own until it ends    (Little)
+    environments  in a share of the time an engine generates nothing, because all of its episodes
+                  wait for their environments
+    verifiers     more responses wait for a verdict than there are workers    (Little)
+    slots         every group holds one for a time that the slowest decide. Only where all of them
+                  may be taken: while `replay.outstanding` allows fewer, the bound limits nothing
 
 A starved learner is waiting for environments, verifiers, engines or slots, in this order; a busy
 one is itself the limit, or its publications are. The predicted gain is up to the next limit. Two
@@ -36,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from async_grpo.config.schema import Config
+from async_grpo.observe.throughput import ThroughputSettings, Times, limits
 from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
 
 Kind = Literal[
@@ -87,56 +83,14 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 
 @dataclass(frozen=True)
-class ThroughputModel:
-    """Hold the settings that the model needs."""
-
-    batch: int
-    max_staleness: int
-    every_steps: int
-    ranks: int
-    workers: int
-    responses: int
-    places: float
-    """Groups for which one rollout actor has room."""
-    outstanding: int | None = None
-    """Groups that may hold a slot, where a number is set."""
-    open_episodes: int = 0
-    """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
-    masks: bool = False
-    """Tokens that are too old get weight 0, so that nothing waits for a long group."""
-    cores: int | None = None
-    """Cores that engines and learner ranks share; None where models run on GPUs."""
-
-    @classmethod
-    def of(cls, config: Config, *, max_num_seqs: int, cores: int | None = None) -> ThroughputModel:
-        """Read the settings from a configuration. max_num_seqs: of an engine, which may be vLLM's
-        own choice.
-        """
-        responses = config.rollout.group_size + config.algorithm.has_baseline
-        return cls(
-            batch=config.rollout.rollout_batch_size,
-            max_staleness=config.replay.max_staleness,
-            every_steps=config.weight_sync.every_steps,
-            ranks=config.learner.ranks,
-            workers=config.task.verifier.workers,
-            responses=responses,
-            places=max_num_seqs / responses,
-            outstanding=None if config.replay.outstanding == "auto" else config.replay.outstanding,
-            open_episodes=config.rollout.max_open_episodes or 2 * max_num_seqs,
-            masks=config.replay.on_stale == "mask",
-            cores=cores,
-        )
-
-
-@dataclass(frozen=True)
 class Bottleneck:
     """States who limits a run. advice: setting -> value; rates in groups per second."""
 
     kind: Kind
     text: str
     rate: float
-    predicted_gain: float = 0.0
     advice: dict[str, int] = field(default_factory=dict)
+    predicted_gain: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,25 +147,50 @@ class Interval:
             capacity=last.get("replay/capacity", 0.0),
         )
 
+    def taken(self, setup: ThroughputSettings) -> float:
+        """Compute the share of the engines' places that is taken (Little's law)."""
+        return self.completed * setup.responses * self.response_s / (self.actors * setup.places)
+
+    def times(self, setup: ThroughputSettings) -> Times:
+        """Compute what learner and engines take; nothing else is a limit yet."""
+        step_s, working = setup.batch / self.rate, self.learner["working"]
+        published = self.learner["publishing"]
+        return Times(
+            learner_s=working * step_s,
+            other_s=(_rest(self.learner["starved"]) - working - published) * step_s,
+            exposed_s=published * step_s * setup.every_steps,
+            response_s=min(max(self.taken(setup), 1e-3), 1.0) * self.full_s(setup),
+        )
+
+    def full_s(self, setup: ThroughputSettings) -> float:
+        """Compute the seconds of a place for a response if all places were taken."""
+        return self.actors * setup.places / (setup.responses * self.rate)
+
 
 def _rest(share: float) -> float:
     """Subtract a share from 1; never 0."""
     return max(1.0 - share, 1e-3)
 
 
-def diagnose(setup: ThroughputModel, seen: Interval, gain: Gain | None = None) -> Bottleneck:
+def diagnose(setup: ThroughputSettings, seen: Interval, gain: Gain | None = None) -> Bottleneck:
     """Find the bottleneck of an interval. gain: what settings would bring; without it, or where it
-    knows nothing, the rates of the interval tell.
+    knows nothing, the limits of the interval tell.
     """
-    found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
-    if found is not None and found.advice and gain is not None:
+    setup = replace(setup, actors=int(seen.actors))
+    times = seen.times(setup)
+    judge = _busy if seen.learner["starved"] < LITTLE else _starved
+    found, at_limit = judge(setup, seen, times, limits(setup, times))
+    if found.advice:
         advice: dict[str, float] = dict(found.advice)
         if "learner.ranks" in advice:
             advice["learner.ranks"] /= setup.ranks
-        factor = gain(advice)
-        if factor is not None:
-            found = replace(found, predicted_gain=seen.rate * (factor - 1))
-    if found is not None and (found.kind == "unclear" or found.predicted_gain >= WORTH * seen.rate):
+        factor = None if gain is None else gain(advice)
+        if factor is None:
+            factor = min(limits(setup.with_settings(advice), at_limit).values()) / seen.rate
+        found = replace(found, predicted_gain=seen.rate * (factor - 1))
+        if found.predicted_gain >= WORTH * seen.rate:
+            return found
+    elif found.kind == "unclear":
         return found
     idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
     shares = f"learner idle {idle:.0%}, engines without tickets {blocked:.0%}"
@@ -221,190 +200,152 @@ def diagnose(setup: ThroughputModel, seen: Interval, gain: Gain | None = None) -
     return Bottleneck("unclear", text, seen.rate)
 
 
-def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
+Judged = tuple[Bottleneck, Times]
+"""A verdict, and the times with which the part that limits lets through what was measured."""
+Rates = Mapping[str, float]
+"""`limits` of learner and engines."""
+
+
+def _busy(setup: ThroughputSettings, seen: Interval, times: Times, most: Rates) -> Judged:
     """Judge a learner that has batches: the learner or its publications are the limit."""
     published = seen.learner["publishing"]
     if published >= MUCH:
         why = f"publications take {published:.0%} of the learner's time"
-        return _publications(setup, seen, published, why)
+        return _publications(setup, seen, published, why), times
     busy = (
         f"learner busy {seen.learner['working']:.0%}, engines without tickets "
         f"{seen.engine['blocked']:.0%}"
     )
-    factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
+    factor = min(most["engines"] / seen.rate, AT_MOST)
     ranks = max(setup.ranks, _within(setup, math.ceil(setup.ranks * factor), beside=seen.actors))
     if factor >= 1 + WORTH and ranks <= setup.ranks:
-        return _no_room(setup, seen, f"{busy}: another learner rank")
-    rate = min(
-        seen.rate * factor, seen.rate / _rest(seen.learner["working"] * (1 - setup.ranks / ranks))
-    )
-    return _verdict(
-        "learner",
-        busy,
-        seen,
-        rate,
-        {"learner.ranks": ranks},
+        return _no_room(setup, seen, f"{busy}: another learner rank"), times
+    what = (
         f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer "
-        "engines would do as well",
+        "engines would do as well"
     )
+    return Bottleneck("learner", f"{busy}: {what}", seen.rate, {"learner.ranks": ranks}), times
 
 
-def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
+def _starved(setup: ThroughputSettings, seen: Interval, times: Times, most: Rates) -> Judged:
     """Judge a learner that waits for groups."""
-    starved = seen.learner["starved"]
-    idle, limit = f"learner idle {starved:.0%}", seen.rate / _rest(starved)
+    idle = f"learner idle {seen.learner['starved']:.0%}"
     if (paused := seen.engine["paused"]) >= MUCH:
         why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
-        return _publications(setup, seen, paused, why)
+        if seen.taken(setup) < FULL:  # else pauses are within the time that places are taken for
+            pause_s = paused * setup.batch / seen.rate * setup.every_steps
+            generating_s = _rest(paused) * seen.full_s(setup)
+            times = replace(times, pause_s=pause_s, response_s=generating_s)
+        return _publications(setup, seen, paused, why), times
     if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
-        most = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
-        return _verdict(
-            "environments",
-            f"{idle}: engines stand still for environments {waits:.0%} of their time",
-            seen,
-            min(limit, seen.rate / _rest(waits)),
-            {"rollout.max_open_episodes": most},
-            f"rollout.max_open_episodes {most} instead of {setup.open_episodes}, or more "
-            "environment.workers where environments compute",
+        opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
+        text = (
+            f"{idle}: engines stand still for environments {waits:.0%} of their time: "
+            f"rollout.max_open_episodes {opened} instead of {setup.open_episodes}, or more "
+            "environment.workers where environments compute"
         )
+        episode_s = seen.actors * setup.open_episodes / (setup.responses * seen.rate)
+        advice = {"rollout.max_open_episodes": opened}
+        verdict = Bottleneck("environments", text, seen.rate, advice)
+        return verdict, replace(times, episode_s=episode_s)
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
-    if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
-        generating = seen.completed * seen.response_s / (seen.actors * setup.places)
-        factor = min(limit / seen.rate, 1 / max(generating, 1e-3), AT_MOST)
-        workers = math.ceil(setup.workers * factor)
-        return _verdict(
-            "verifier",
+    if waiting > setup.verifiers * seen.actors and seen.verify_s > seen.generate_s / 3:
+        workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))
+        text = (
             f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated "
-            f"in {seen.generate_s:.2g} s",
-            seen,
-            min(seen.rate * min(factor, workers / setup.workers), limit),
-            {"task.verifier.workers": workers},
-            f"{workers} verifier workers instead of {setup.workers}",
+            f"in {seen.generate_s:.2g} s: {workers} verifier workers instead of {setup.verifiers}"
         )
-    if _taken(setup, seen) >= FULL:
-        return _more_engines(setup, seen, idle, limit)
-    return _more_slots(setup, seen, idle, limit)
+        each_s = seen.actors * setup.verifiers / (setup.responses * seen.rate)
+        verdict = Bottleneck("verifier", text, seen.rate, {"task.verifier.workers": workers})
+        return verdict, replace(times, verify_s=each_s)
+    if seen.taken(setup) >= FULL:
+        times = replace(times, response_s=seen.full_s(setup))
+        return _more_engines(setup, seen, idle, most["learner"]), times
+    if seen.limit < seen.capacity:
+        times = replace(times, slot_s=seen.limit / seen.rate)
+        return _deeper(setup, seen, idle, most["engines"]), times
+    times = replace(times, slot_s=setup.capacity / seen.rate)
+    return _more_slots(setup, seen, idle, min(most.values())), times
 
 
-def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
+def _more_engines(setup: ThroughputSettings, seen: Interval, idle: str, limit: float) -> Bottleneck:
     wanted = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
     actors = _within(setup, wanted, beside=setup.ranks)
     full = (
-        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} of their "
+        f"{idle}, the queue is empty and the engines are full ({seen.taken(setup):.0%} of their "
         "places taken)"
     )
     if actors <= seen.actors < wanted:
         return _no_room(setup, seen, f"{full}: another rollout actor")
-    rate = min(limit, seen.rate * actors / seen.actors)
     advice = {"cluster.rollout_actors.max": actors}
     # Batches at the engines, by Little's law; one in training, and half a one being collected.
-    at_engines = rate * seen.completed / seen.rate * (seen.generate_s + seen.verify_s) / setup.batch
-    needed = math.ceil(at_engines + 1.5) - 1
+    completed = min(limit, seen.rate * actors / seen.actors) * seen.completed / seen.rate
+    needed = math.ceil(completed * (seen.generate_s + seen.verify_s) / setup.batch + 1.5) - 1
     more = ""
     if needed > setup.max_staleness:
         advice["replay.max_staleness"] = needed
         more = f", with replay.max_staleness {needed} so that all of them have tickets"
-    return _verdict(
-        "engines",
-        full,
-        seen,
-        rate,
-        advice,
+    what = (
         f"{actors - seen.actors:.0f} more rollout actors{more}; or lower group_size or "
-        "response_length",
+        "response_length"
     )
+    return Bottleneck("engines", f"{full}: {what}", seen.rate, advice)
 
 
-def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
-    if seen.limit < seen.capacity:
-        return _deeper(setup, seen, idle, limit)
+def _more_slots(setup: ThroughputSettings, seen: Interval, idle: str, limit: float) -> Bottleneck:
     slots = setup.max_staleness + 1
-    factor = min(limit / seen.rate, _engines_limit(setup, seen) / seen.rate, AT_MOST)
-    bound = math.ceil(slots * factor) - 1
-    rate = min(seen.rate * (bound + 1) / slots, seen.rate * factor)
+    bound = math.ceil(slots * min(limit / seen.rate, AT_MOST)) - 1
     tail = seen.ready_wait_s > (seen.generate_s + seen.verify_s) / 2
-    why = (
-        f"finished groups wait {seen.ready_wait_s:.2g} s for the slowest, which take their slots"
-        if tail
-        else "all slots are taken"
+    masks = setup.on_stale == "mask"
+    why, shorter = "all slots are taken", ""
+    if tail:
+        wait = f"{seen.ready_wait_s:.2g} s"
+        why = f"finished groups wait {wait} for the slowest, which take their slots"
+        shorter = f"; or {'' if masks else 'replay.on_stale=mask, or '}a lower response_length"
+        if not masks and seen.longest_s > slots * setup.batch / seen.rate:
+            why += (
+                f"; the slowest takes {seen.longest_s:.2g} s, longer than the {slots} learner "
+                "steps that it may"
+            )
+    text = (
+        f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}: "
+        f"replay.max_staleness {bound} instead of {setup.max_staleness}{shorter}"
     )
-    step_s = setup.batch / seen.rate
-    if tail and not setup.masks and seen.longest_s > slots * step_s:
-        why += (
-            f"; the slowest takes {seen.longest_s:.2g} s, longer than the {slots} learner steps "
-            "that it may"
-        )
-    return _verdict(
-        "tail" if tail else "slots",
-        f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}",
-        seen,
-        rate,
-        {"replay.max_staleness": bound},
-        f"replay.max_staleness {bound} instead of {setup.max_staleness}"
-        + (_shorter(setup) if tail else ""),
-    )
+    kind: Kind = "tail" if tail else "slots"
+    return Bottleneck(kind, text, seen.rate, {"replay.max_staleness": bound})
 
 
-def _deeper(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
+def _deeper(setup: ThroughputSettings, seen: Interval, idle: str, engines: float) -> Bottleneck:
     """Judge a queue that may hold more groups under the same bound."""
     why = f"{idle}: {seen.limit:.0f} of {seen.capacity:.0f} groups may be outstanding"
     if setup.outstanding is None:
         return Bottleneck("unclear", f"{why}, more as long as that goes on", seen.rate)
-    factor = min(seen.capacity / seen.limit, _engines_limit(setup, seen) / seen.rate)
-    rate, most = min(limit, seen.rate * factor), math.ceil(seen.limit * factor)
-    what = "replay.outstanding auto"
-    return _verdict("slots", why, seen, rate, {"replay.outstanding": most}, what)
+    groups = math.ceil(min(seen.capacity, seen.limit * engines / seen.rate))
+    text = f"{why}: replay.outstanding auto"
+    return Bottleneck("slots", text, seen.rate, {"replay.outstanding": groups})
 
 
-def _shorter(setup: ThroughputModel) -> str:
-    masks = "" if setup.masks else "replay.on_stale=mask, or "
-    return f"; or {masks}a lower response_length"
-
-
-def _publications(setup: ThroughputModel, seen: Interval, share: float, why: str) -> Bottleneck:
+def _publications(setup: ThroughputSettings, seen: Interval, share: float, why: str) -> Bottleneck:
     every = min(
         math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps
     )
     bound = setup.max_staleness + every - setup.every_steps
-    rate = min(
-        seen.rate / _rest(share * (1 - setup.every_steps / every)),
-        max(_engines_limit(setup, seen), seen.rate),
-    )
-    return _verdict(
-        "publications",
-        why,
-        seen,
-        rate,
-        {"weight_sync.every_steps": every, "replay.max_staleness": bound},
+    what = (
         f"publish every {every} steps instead of {setup.every_steps}, with "
-        f"replay.max_staleness {bound}",
+        f"replay.max_staleness {bound}"
     )
+    advice = {"weight_sync.every_steps": every, "replay.max_staleness": bound}
+    return Bottleneck("publications", f"{why}: {what}", seen.rate, advice)
 
 
-def _within(setup: ThroughputModel, processes: int, *, beside: float) -> int:
+def _within(setup: ThroughputSettings, processes: int, *, beside: float) -> int:
     """Cut a number of processes to the cores that the processes beside them leave."""
     return processes if setup.cores is None else min(processes, int(setup.cores - beside))
 
 
-def _no_room(setup: ThroughputModel, seen: Interval, what: str) -> Bottleneck:
+def _no_room(setup: ThroughputSettings, seen: Interval, what: str) -> Bottleneck:
     text = f"{what} would help, but has no core of its own on this machine ({setup.cores} cores)"
     return Bottleneck("unclear", text, seen.rate)
-
-
-def _taken(setup: ThroughputModel, seen: Interval) -> float:
-    """Compute the share of the engines' places for groups that is taken (Little's law)."""
-    return seen.completed * seen.response_s / (seen.actors * setup.places)
-
-
-def _engines_limit(setup: ThroughputModel, seen: Interval) -> float:
-    """Compute the trained groups per second when all places are taken."""
-    return seen.rate / min(max(_taken(setup, seen), 1e-3), 1.0)
-
-
-def _verdict(
-    kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str
-) -> Bottleneck:
-    return Bottleneck(kind, f"{why}: {what}", seen.rate, rate - seen.rate, advice)
 
 
 @dataclass(frozen=True)
@@ -422,7 +363,7 @@ class BottleneckWatch:
 
     def __init__(
         self,
-        setup: ThroughputModel,
+        setup: ThroughputSettings,
         *,
         agree: int = 1,
         min_steps: int = MIN_STEPS,

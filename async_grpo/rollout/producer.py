@@ -33,7 +33,7 @@ from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_ro
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
-from async_grpo.rollout.ticket_queue import TicketQueue
+from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import load_task, problem_index
@@ -204,15 +204,15 @@ class GroupProducer(EngineHost):
         return self._time.report(engine.sampled, self._counts, speeds, errors=self._verifier_errors)
 
     def _room(self) -> int:
-        """Count the groups to ask for, so that the engine always has one waiting and verified
-        groups do not pile up. A long response keeps its group here, but not the slots of responses
-        that have ended.
-        """
+        """Count the groups to ask for."""
         queued = sum(work.stage == "queued" for work in self._groups.values())
         engine = self.parts.engine
-        unfinished = engine.unfinished + queued * self._responses
-        free = -(-(engine.max_num_seqs - unfinished) // self._responses)
-        room = max(0, min(free, engine.max_num_seqs - len(self._groups)) + 1)
+        room = groups_to_ask_for(
+            engine.max_num_seqs,
+            unfinished=engine.unfinished + queued * self._responses,
+            groups=len(self._groups),
+            responses=self._responses,
+        )
         if self.parts.player is None or not self._groups:
             return room
         limit = self._config.rollout.max_open_episodes or 2 * engine.max_num_seqs

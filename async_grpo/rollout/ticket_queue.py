@@ -32,3 +32,15 @@ class TicketQueue(Protocol):
         self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
     ) -> None:
         """Give tickets back, with the tokens that were sampled for each."""
+
+
+def groups_to_ask_for(places: int, *, unfinished: int, groups: int, responses: int) -> int:
+    """Count the tickets to ask for, so that the engine always has a group waiting and verified
+    groups do not pile up. A long response keeps its group with the actor, but not the places of
+    responses that have ended.
+
+    places: responses that the engine generates at the same time; unfinished: responses that it has;
+    groups: that the actor has, scored or not; responses: of a group.
+    """
+    free = -(-(places - unfinished) // responses)
+    return max(0, min(free, places - groups) + 1)

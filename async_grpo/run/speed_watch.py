@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_grpo.config.schema import Config
-from async_grpo.observe.bottleneck import AGREE, Bottleneck, BottleneckWatch, ThroughputModel
+from async_grpo.observe.bottleneck import AGREE, Bottleneck, BottleneckWatch
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.throughput import ThroughputSettings
 from async_grpo.runtime.parts import part
 
 
@@ -35,9 +36,9 @@ class SpeedWatch:
             )
             if expected := self._forecast.expected():
                 console.info(expected)
-        model = ThroughputModel.of(config, max_num_seqs=max_num_seqs, cores=cores)
+        setup = ThroughputSettings.configured(config, max_num_seqs=max_num_seqs, cores=cores)
         gain = None if self._forecast is None else self._forecast.gain
-        self._verdicts = BottleneckWatch(model, agree=AGREE, gain=gain)
+        self._verdicts = BottleneckWatch(setup, agree=AGREE, gain=gain)
 
     @property
     def latest(self) -> Bottleneck | None:

@@ -10,13 +10,8 @@ from dataclasses import replace
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.observe.bottleneck import (
-    MIN_STEPS,
-    Bottleneck,
-    BottleneckWatch,
-    Gain,
-    ThroughputModel,
-)
+from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, Gain
+from async_grpo.observe.throughput import ThroughputSettings
 from async_grpo.tools.predict.advice import predict
 from async_grpo.tools.predict.engine import Speed
 from tests.support.simulation.scenario import Scenario
@@ -55,7 +50,7 @@ def verdict_on(
     scenario: Scenario, *, gain: Gain | None = None, checked: bool = False
 ) -> Bottleneck:
     lines = simulate(scenario, checked=checked).lines[SKIPPED - 1 : -SKIPPED]
-    observer = BottleneckWatch(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0, gain=gain)
+    observer = BottleneckWatch(scenario.workload(), min_steps=len(lines) - 1, min_s=0.0, gain=gain)
     *before, verdict = [observer.observe(line) for line in lines]
     assert not any(before) and verdict is not None
     return verdict
@@ -170,7 +165,7 @@ def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[
 
 
 def observed(told: list[dict[str, float]]) -> list[Bottleneck | None]:
-    observer = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16))
+    observer = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16))
     return [observer.observe(line) for line in told]
 
 
@@ -211,7 +206,7 @@ def test_a_group_that_outlasts_its_steps_is_named_and_masking_advised(
             )
         }
     )
-    observer = BottleneckWatch(ThroughputModel.of(settings, max_num_seqs=16))
+    observer = BottleneckWatch(ThroughputSettings.configured(settings, max_num_seqs=16))
     verdict = [observer.observe(line) for line in told][-1]
     assert verdict.kind == "tail"
     named = f"the slowest takes {slowest_s:.2g} s, longer than the 2 learner steps" in verdict.text
@@ -233,7 +228,7 @@ def test_one_verdict_per_interval_and_none_from_numbers_that_begin_again() -> No
 
 def steady(starved: list[float], *, agree: int) -> list[Bottleneck | None]:
     """One interval after the other, with these shares of starving."""
-    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16), agree=agree)
+    watch = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16), agree=agree)
     before: dict[str, float] = {}
     found: list[Bottleneck | None] = []
     for share in starved:
@@ -280,13 +275,15 @@ def test_an_interval_with_a_fault_is_not_judged(name: str) -> None:
 def test_advice_stays_within_the_cores_of_the_machine() -> None:
     full = lines(steps=6, starved=0.5, blocked=0.0, length=95.0)
     for cores, expected in ((None, 4), (4, 3), (3, None)):
-        watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=cores))
+        watch = BottleneckWatch(
+            ThroughputSettings.configured(config(), max_num_seqs=16, cores=cores)
+        )
         verdict = [watch.observe(line) for line in full][-1]
         assert verdict.advice.get("cluster.rollout_actors.max") == expected, verdict.text
         if expected is None:
             assert verdict.kind == "unclear" and "another rollout actor would help" in verdict.text
     busy = lines(steps=6, starved=0.0, blocked=0.6, length=30.0)
-    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=2))
+    watch = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16, cores=2))
     verdict = [watch.observe(line) for line in busy][-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {}) and "(2 cores)" in verdict.text
 
@@ -297,7 +294,7 @@ def test_a_learner_that_waits_is_not_called_balanced() -> None:
     for line in idle:
         line["time/engine/paused"] = line["time/engine/blocked"]
         line["time/engine/blocked"] = 0.0
-    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16))
+    watch = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16))
     verdict = [watch.observe(line) for line in idle][-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {}), verdict.text
     assert verdict.text.startswith("no clear limit: learner idle 30%")
@@ -310,5 +307,5 @@ def test_a_machine_whose_cores_are_all_engines_gets_a_verdict_too(
     busy = lines(steps=6, starved=0.0, blocked=0.05, length=95.0)
     for line in busy:
         line["cluster/rollout_actors"] = actors
-    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=cores))
+    watch = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16, cores=cores))
     assert [watch.observe(line) for line in busy][-1] is not None

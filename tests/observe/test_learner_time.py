@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from async_grpo.learner.batching import RankPlan, RowKey, RowValue
-from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
+from async_grpo.observe.bottleneck import BottleneckWatch
 from async_grpo.observe.console.progress import WINDOW_S, Progress
+from async_grpo.observe.throughput import ThroughputSettings
 from async_grpo.run.checkpoint.resume import first_evaluation
 from async_grpo.run.loop import Loop
 from async_grpo.run.summary import summarise
@@ -176,7 +177,7 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
 
     # the verdict, which begins at the first line
     watch = BottleneckWatch(
-        ThroughputModel.of(config(), max_num_seqs=256), min_steps=STEPS - 1, min_s=0.0
+        ThroughputSettings.configured(config(), max_num_seqs=256), min_steps=STEPS - 1, min_s=0.0
     )
     told = [watch.observe(row | {"rollout/tokens_per_s_per_response": 1.0}) for row in rows]
     idle = (starved - rows[0]["time/learner/starved"]) / (rows[-1]["time"] - rows[0]["time"])

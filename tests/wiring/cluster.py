@@ -23,7 +23,7 @@ from async_grpo.cluster.placement import Node, Placement, PlacementError, place
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
-from async_grpo.observe.bottleneck import ThroughputModel
+from async_grpo.observe.throughput import ThroughputSettings
 from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.loop import Loop
 from async_grpo.run.partial_rollouts import PartialCollector
@@ -319,9 +319,9 @@ def gathered(config: Config) -> list[str]:
     return asked
 
 
-def modelled(config: Config) -> ThroughputModel:
+def modelled(config: Config) -> ThroughputSettings:
     """What the diagnosis of the bottleneck knows of the configuration."""
-    return ThroughputModel.of(config, max_num_seqs=16)
+    return ThroughputSettings.configured(config, max_num_seqs=16)
 
 
 def _wires(probe: Callable[[Config], Any], table: list[tuple[Any, ...]]) -> list[Wire]:

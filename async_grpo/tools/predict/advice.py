@@ -7,7 +7,6 @@ comes before what needs more hardware, and a setting is named only if it brings 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
@@ -94,21 +93,13 @@ def _hardware(work: Workload) -> list[tuple[str, str, float]]:
 
 def _fresher(work: Workload, now: Prediction) -> Advised | None:
     """Lower the bound as far as nothing is lost; None where that makes nothing fresher."""
-
-    def kept(bound: int) -> Prediction | None:
-        found = predict(work.with_settings({"replay.max_staleness": bound}))
-        return found if found.groups_per_s >= (1 - LOSES) * now.groups_per_s else None
-
-    return _lowest(work.max_staleness, kept, least_gain=now.lag_mean - LESS_LAG)
-
-
-def _lowest(
-    bound: int, kept: Callable[[int], Prediction | None], *, least_gain: float
-) -> Advised | None:
-    best = None
-    while bound > 1 and (found := kept(bound - 1)) is not None:
+    best, bound = None, work.max_staleness
+    while bound > 1:
         bound -= 1
-        if found.lag_mean <= least_gain:
+        found = predict(work.with_settings({"replay.max_staleness": bound}))
+        if found.groups_per_s < (1 - LOSES) * now.groups_per_s:
+            break
+        if found.lag_mean <= now.lag_mean - LESS_LAG:
             best = Advised("replay.max_staleness", str(bound), found)
     return best
 

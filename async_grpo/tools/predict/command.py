@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
     from async_grpo.config.load import load_config, resolve
     from async_grpo.tools.predict.advice import predict
-    from async_grpo.tools.predict.forms import limits
     from async_grpo.tools.predict.plan import show, workload
 
     config = resolve(load_config(options.config, options.settings))
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if options.verify_s is not None:
         work = replace(work, verify_s=options.verify_s)
     if options.json:
-        record = {"predicted": asdict(predict(work)), "limits": limits(work)}
+        record = {"predicted": asdict(predict(work)), "limits": work.limits()}
         print(json.dumps(record | {"measured_in": str(path)}))
         return 0
     show(work, path)

@@ -47,7 +47,7 @@ def describe(found: Prediction) -> str:
 
 
 class Forecast:
-    """The prediction of a run. actors: that serve; cores: as in `ThroughputModel`, None where
+    """The prediction of a run. actors: that serve; cores: as in `ThroughputSettings`, None where
     models run on GPUs. error: is told when plan.json cannot be written, once.
     """
 
@@ -127,10 +127,11 @@ class Forecast:
 
     def gain(self, advice: Mapping[str, float]) -> float | None:
         """Predict by what factor throughput changes with these settings; None while too little is
-        known. learner.ranks: how many times as many.
+        known, and of episodes, which a rehearsal does not follow. learner.ranks: how many times as
+        many.
         """
         measured, known = self._measured(), tuple(sorted(advice.items()))
-        if measured is None:
+        if measured is None or "rollout.max_open_episodes" in advice:
             return None
         if known not in self._gains:
             now = self._workload(measured)

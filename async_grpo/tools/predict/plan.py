@@ -14,7 +14,6 @@ from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.tools.predict.advice import least_outstanding, one_change, predict, said
 from async_grpo.tools.predict.forecast import NAME, describe, measured_beside
-from async_grpo.tools.predict.forms import limits
 from async_grpo.tools.predict.rehearsal import Prediction
 from async_grpo.tools.predict.workload import Measured, Workload
 
@@ -54,6 +53,7 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
 def show(work: Workload, path: Path) -> None:
     """Print a plan."""
     now, console = predict(work), Console()
+    most = sorted(work.limits().items(), key=lambda one: one[1])
     outstanding = "auto" if work.outstanding is None else str(work.outstanding)
     rows = [("measured in", str(path)), ("expected", describe(now))]
     rows += [
@@ -63,7 +63,7 @@ def show(work: Workload, path: Path) -> None:
             f"replay.outstanding {outstanding}: {now.outstanding:.0f} of {work.capacity} groups in "
             f"the end; {least_outstanding(work)} are enough",
         ),
-        ("most groups/s", ", ".join(_limit(*one) for one in sorted_limits(work))),
+        ("most groups/s", ", ".join(_limit(*one) for one in most)),
     ]
     for bound, found in bounds(work).items():
         mark = "  <- this configuration" if bound == work.max_staleness else ""
@@ -71,11 +71,6 @@ def show(work: Workload, path: Path) -> None:
     change = one_change(work, now)
     rows.append(("to change", "nothing" if change is None else said(change, now)))
     console.summary("plan", rows)
-
-
-def sorted_limits(work: Workload) -> list[tuple[str, float]]:
-    """Return what limits the run, the lowest limit first."""
-    return sorted(limits(work).items(), key=lambda one: one[1])
 
 
 def bounds(work: Workload) -> dict[int, Prediction]:

@@ -6,10 +6,10 @@ Runs in: the driver, and the planner's command. Hides how the parts wait for eac
       ^  L of them     share their speed    v at a time    R groups  T_s         p   |
       +------------------------------------------------------------------------------+
 
-An actor takes all the groups that it has places for, and one more, as soon as there are slots; the
-responses of a group share the engine with all others, and it is ready when the last one is scored.
-The learner takes the R oldest groups as soon as that many are ready and all that stay behind can
-still be trained in time. Its slots are free again when the weights are live.
+An actor asks for groups as in a run (`groups_to_ask_for`), and gets them as soon as there are
+slots; the responses of a group share the engine with all others, and it is ready when the last one
+is scored. The learner takes the R oldest groups as soon as that many are ready and all that stay
+behind can still be trained in time. Its slots are free again when the weights are live.
 
 This is the loop without queue, journal, faults and chance, so that it takes milliseconds; the rules
 of departure and of the limit are the queue's own (`order.can_leave`, `OutstandingLimit`).
@@ -32,6 +32,7 @@ from async_grpo.algo.rewards import Shaping
 from async_grpo.replay.order import can_leave
 from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.rollout.ticket_queue import groups_to_ask_for
 from async_grpo.tools.predict.engine import Response, SharedEngine
 from async_grpo.tools.predict.workload import Workload, mean
 
@@ -92,6 +93,8 @@ class Rehearsal:
         self._look_at = [math.inf] * workload.actors
         self._free_at = [[0.0] * workload.verifiers for _ in range(workload.actors)]
         self._limit = OutstandingLimit(_queue_settings(workload))
+        self._groups = [0] * workload.actors
+        """Groups that each actor has."""
         self._open: dict[int, _Group] = {}
         """Groups that engines or verifiers have."""
         self._ready: list[_Group] = []
@@ -158,7 +161,13 @@ class Rehearsal:
 
     def _ask_for(self, index: int) -> None:
         """Let an actor ask for groups; it gets them as long as there are slots."""
-        wanted = self._room(self._engines[index])
+        engine = self._engines[index]
+        wanted = groups_to_ask_for(
+            engine.places,
+            unfinished=len(engine.running) + len(engine.waiting),
+            groups=self._groups[index],
+            responses=self._work.responses,
+        )
         granted = max(min(wanted, self._limit.groups - self._slots), 0)
         if granted < min(wanted, self._work.capacity - self._slots):
             self._limit.refuses()
@@ -174,16 +183,12 @@ class Rehearsal:
             group = _Group(self._issued, self._live, lengths, len(lengths))
             self._issued += 1
             self._slots += 1
+            self._groups[index] += 1
             self._open[group.serial] = group
             engine.begin(
                 [Response((group.serial, at), length) for at, length in enumerate(lengths)]
             )
         self._expect(index)
-
-    def _room(self, engine: SharedEngine) -> int:
-        """Count the groups that its actor asks for: one more than it has places for."""
-        free = engine.places - len(engine.running) - len(engine.waiting)
-        return max(-(-free // self._work.responses) + 1, 0)
 
     def _expect(self, index: int) -> None:
         at = self._engines[index].next_end()
@@ -206,7 +211,7 @@ class Rehearsal:
                 self._taken_s += self._now - max(part.begun_at, self._from)
             group.left -= 1
             if not group.left:
-                self._later(self._scored(index), self._complete, serial)
+                self._later(self._scored(index), self._complete, index, serial)
         self._expect(index)
         self._ask_for(index)
 
@@ -220,9 +225,11 @@ class Rehearsal:
                 heapq.heappush(self._free_at[index], at)
         return at - self._now + work.delay_s
 
-    def _complete(self, serial: int) -> None:
+    def _complete(self, index: int, serial: int) -> None:
+        self._groups[index] -= 1
         self._ready.append(self._open.pop(serial))
         self._take()
+        self._ask_for(index)
 
     # ---- learner ----
 
@@ -258,7 +265,7 @@ class Rehearsal:
             self._measure(chosen, step)
         tokens = sum(sum(group.lengths) for group in chosen)
         share = 1.0 if work.even else tokens / (work.batch * work.group_tokens)
-        self._learning = work.learner_s * share
+        self._learning = work.learner_s / work.rank_factor * share
         self._since, self._busy = self._now, -1  # its end is not yet expected
 
     def _share(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from async_grpo.replay.actor_reports import ActorReport, TokenTotals
+from async_grpo.rollout.ticket_queue import groups_to_ask_for
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.tools.predict.engine import Response, SharedEngine
 from async_grpo.tools.predict.workload import crowding
@@ -169,11 +170,13 @@ class Producers:
         return self._queue_free_at - now
 
     def _room(self, actor: Actor) -> int:
-        """Count the groups to ask for; see `GroupProducer._room`."""
-        engine, responses = actor.engine, self.scenario.responses
-        unfinished = len(engine.running) + len(engine.waiting)
-        free = -(-(engine.places - unfinished) // responses)
-        return max(0, min(free, engine.places - len(actor.jobs)) + 1)
+        """Count the groups to ask for."""
+        return groups_to_ask_for(
+            actor.engine.places,
+            unfinished=len(actor.engine.running) + len(actor.engine.waiting),
+            groups=len(actor.jobs),
+            responses=self.scenario.responses,
+        )
 
     async def _poll(self, actor: Actor, at: float) -> None:
         run = self._run

@@ -16,7 +16,6 @@ import numpy as np
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.replay.rules import OnStale, QueueSettings
 from async_grpo.tools.predict.engine import Speed
 from async_grpo.tools.predict.workload import Workload, crowding
@@ -191,19 +190,6 @@ class Scenario:
         """Tokens of the longest response of a group's first attempt."""
         return max(self.lengths(group_id, 1))
 
-    def setup(self) -> ThroughputModel:
-        """Return what a verdict needs to know of it; the learner counts as one rank."""
-        return ThroughputModel(
-            batch=self.rollout_batch_size,
-            max_staleness=self.max_staleness,
-            every_steps=self.publish_every,
-            ranks=1,
-            workers=self.verifiers,
-            responses=self.responses,
-            places=self.places / self.responses,
-            outstanding=self.outstanding,
-        )
-
     @classmethod
     def of(cls, work: Workload, *, steps: int, seed: int = 0) -> Scenario:
         """Make a scenario of a workload that was measured."""
@@ -221,7 +207,7 @@ class Scenario:
             places=work.places,
             verify_s=work.verify_s,
             verifiers=work.verifiers,
-            learner_s=work.learner_s,
+            learner_s=work.learner_s / work.rank_factor,
             ranks=work.ranks,
             cores=work.cores,
             noise=0.1,

@@ -103,6 +103,7 @@ def test_what_an_advice_would_bring(tmp_path: Path) -> None:
     factor = found.gain({"task.verifier.workers": 8.0})
     assert factor is not None and factor > 1.1, "they take 7 s for a step"
     assert found.gain({"learner.ranks": 2.0}) == pytest.approx(1.0)
+    assert found.gain({"rollout.max_open_episodes": 9.0}) is None, "not rehearsed"
 
 
 def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path) -> None:

@@ -165,9 +165,9 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
         ],
     )
     found = Workload.of(config, measured, max_num_seqs=24, actors=5, cores=4)
-    assert found.slow(5, learning=True) == pytest.approx(1.5) == found.crowd
+    assert found.slow(5, learning=True) == pytest.approx(1.5)
     assert found.slow(2, learning=True) == 1 == found.slow(4, learning=False)
-    assert replace(found, cores=None).crowd == 1
+    assert replace(found, cores=None).slow(5, learning=True) == 1
     assert Workload.of(config, measured, max_num_seqs=24).speed.total(8) == pytest.approx(60.0)
     assert found.lengths == ((10, 20, 10, 20), (30, 40, 30, 40))
     assert found.learner_s == pytest.approx(2.0 / 1.5 * 16 * 100 / 400)
@@ -177,4 +177,5 @@ def test_a_workload_takes_what_was_measured(tmp_path) -> None:
     assert (found.publish_s, found.exposed_s, found.pause_s) == (0.125, 0.0625, 0.03125)
     assert found.again_s == 0.015625
     assert found.contention == 1.25 and found.speed.total(8) == pytest.approx(60.0)
-    assert BASE.with_settings({"learner.ranks": 2, "replay.max_staleness": 5}).learner_s == 2.0
+    faster = BASE.with_settings({"learner.ranks": 2, "replay.max_staleness": 5})
+    assert faster.limits()["learner"] == 2 * BASE.limits()["learner"]

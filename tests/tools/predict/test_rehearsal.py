@@ -10,7 +10,6 @@ import pytest
 
 from async_grpo.tools.predict.advice import least_outstanding, one_change, predict, said
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.forms import limits
 from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
 from async_grpo.tools.predict.workload import mean
 from tests.support.plan_case import BASE
@@ -32,7 +31,7 @@ def test_a_learner_that_is_the_limit_sets_the_pace() -> None:
     assert found.step_s == pytest.approx(100.0) and found.idle == 0
     full = predict(replace(BASE, learner_s=100.0, max_staleness=4, outstanding=40))
     assert full.lag_mean == 4 > found.lag_mean
-    assert full.groups_per_s == pytest.approx(limits(replace(BASE, learner_s=100.0))["learner"])
+    assert full.groups_per_s == pytest.approx(replace(BASE, learner_s=100.0).limits()["learner"])
 
 
 @pytest.mark.parametrize(
@@ -110,23 +109,23 @@ def test_a_workload_and_its_scenario_are_the_same() -> None:
 
 def test_limits_in_closed_form() -> None:
     work = replace(BASE, verify_s=0.5, exposed_s=1.0, pause_s=0.5, contention=1.5)
-    found, tokens = limits(work), (100 + 95 + 100) / 3
+    found, tokens = work.limits(), (100 + 95 + 100) / 3
     assert found["learner"] == pytest.approx(8 / (4.0 * 1.5 + 1.0))
-    assert found["engines"] == pytest.approx(2 * 320 * (1 - 0.5 / 7) / tokens)
+    assert found["engines"] == pytest.approx(8 / (8 * tokens / (2 * 320) + 0.5))
     assert found["verifiers"] == pytest.approx(2 / (4 * 0.5))
     assert found["tail"] == pytest.approx(3 * 8 / (80 / 20 + 7))
     assert found["slots"] == pytest.approx(24 / ((40 + 80 + 25) / 3 / 20 + 7))
-    assert limits(replace(work, outstanding=12))["slots"] == pytest.approx(found["slots"] / 2)
-    assert limits(replace(work, on_stale="mask"))["tail"] == float("inf")
-    assert limits(BASE)["verifiers"] == float("inf")
-    assert limits(replace(work, max_staleness=0))["learner"] == pytest.approx(8 / 5)
+    assert replace(work, outstanding=12).limits()["slots"] == pytest.approx(found["slots"] / 2)
+    assert replace(work, on_stale="mask").limits()["tail"] == float("inf")
+    assert BASE.limits()["verifiers"] == float("inf")
+    assert replace(work, max_staleness=0).limits()["learner"] == pytest.approx(8 / 5)
 
 
 def test_no_rehearsal_is_above_the_limits() -> None:
     for bound in (0, 1, 3):
         for learner_s in (0.2, 2.0, 20.0):
             work = replace(BASE, max_staleness=bound, learner_s=learner_s, verify_s=0.05)
-            found = limits(work)
+            found = work.limits()
             least = min(found[name] for name in ("learner", "engines", "verifiers"))
             assert predict(work).groups_per_s <= 1.02 * least
 
