@@ -117,6 +117,7 @@ LIBRARIES = {
     "cluster.samples": "ray numpy tokenizers",
     "cluster.placement": "",  # tested without a cluster
     "cluster.downloads": "ray huggingface_hub",
+    "cluster.restart_budget": "",
     "contrib.tune": "ray",
     "run": "",
     "agents": "pydantic",

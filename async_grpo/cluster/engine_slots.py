@@ -94,6 +94,14 @@ class EngineSlots:
         usable = [node for node in nodes if self._sees_run_dir.get(node.node_id, True)]
         return another(self._config, self._placement, usable, taken, crowd=crowd)
 
+    def free_room(self, nodes: Sequence[Node]) -> Slot | None:
+        """Where another engine would go; None also where as many are open as may be."""
+        return self.room(nodes) if self.limit is None or len(self) < self.limit else None
+
+    def lost_nodes(self, nodes: Sequence[Node]) -> set[str]:
+        """Nodes of slots that are not among the living ones."""
+        return {slot.node_id for slot in self.all()} - {node.node_id for node in nodes}
+
     def open(self, where: Slot) -> EngineSlot:
         """Open a slot, not yet reserved."""
         slot = self._slots[self._opened] = EngineSlot(self._opened, where)

@@ -5,15 +5,17 @@ time, under an id that is never used twice.
 
     starting --start()--> joining --weights served--> alive --run() ends, a probe fails--> dead
        ^                                                |                                 |
-       +------------------------ budget left -----------|---------------------------------+
+       +---------------------- budget: again -----------|---------------------------------+
                                                         |                                 |
-         drained: slot given back <---- remove() -------+    node gone, no resources, ----+
-                                                              budget spent: drained
+         drained: slot given back <---- remove() -------+    node gone, budget: not again-+
+
+    RestartBudget     decides: again, when, or not again; whether the run goes on
+    EngineSlots       where: reservations, nodes, room for another
+    EngineProcesses   does: begins, loads and ends the process of a slot
+    ActorManager      brings them together: who is alive, whose tickets are forfeited
 
 Every few seconds the slots are compared with the cluster's nodes: slots on a node that is gone are
-given back, and room for another engine becomes a new slot, up to `cluster.rollout_actors.max`. A
-process that dies once is replaced at once; later deaths in a slot wait (`back_off_s`), so that they
-do not spend the budget in a second. Hides that an engine is a Ray actor, and on which node.
+given back, and room for another engine becomes a new slot, up to `cluster.rollout_actors.max`.
 
 Invariants: the moment an actor is declared dead it leaves the live set and its tickets are
 forfeited; every death counts against one budget, and all that die with a node are one; the run ends
@@ -26,19 +28,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from async_grpo.cluster.deaths import is_death, told
+from async_grpo.cluster.engine_processes import ActorSpec, EngineProcesses
 from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
 from async_grpo.cluster.examination import examine, findings_of
 from async_grpo.cluster.placement import Node, PlacementError, Slot, describe
-from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
+from async_grpo.cluster.restart_budget import RestartBudget
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
@@ -49,34 +51,14 @@ from async_grpo.runtime.listener import FailureHandler, RunListener, long_wait
 from async_grpo.runtime.text import last_line
 from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.transport import UNPUBLISHED, TornTransfer
+from async_grpo.weights.transport import TornTransfer
 
-BACK_OFF_S = (0.0, 2.0, 10.0, 30.0)
 PROBE_INTERVAL_S = 5.0
 SURVEY_INTERVAL_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
 FINAL_REPORT_S = 5.0
 FOREACH_TIMEOUT_S = 60.0
 EXAMINED = 8
-FORGIVEN_S = 1800.0
-"""A fault this old does not count against the budget any more."""
-
-
-def back_off_s(deaths: int) -> float:
-    """Seconds to wait after the `deaths`-th death (from 1) in a slot, before the next process."""
-    return BACK_OFF_S[min(max(deaths, 1), len(BACK_OFF_S)) - 1]
-
-
-@dataclass(frozen=True)
-class ActorSpec:
-    """What rollout actors start with. queue: Ray actor. partials: `PartialCollector.path`."""
-
-    queue: Any
-    model_dir: str
-    device: str
-    backend: str
-    partials: str | None = None
 
 
 class ActorManager:
@@ -94,19 +76,17 @@ class ActorManager:
         failures: FailureHandler,
     ) -> None:
         """failures: told when the run cannot go on."""
-        self._config, self._relays = config, relays
-        self._slots, self._spec = slots, spec
+        self._config, self._slots = config, slots
+        self._processes = EngineProcesses(config, slots=slots, spec=spec, relays=relays)
         self._client = client
         self._listener, self._failures = listener, failures
         self._alive: list[RemoteEngine] = []
-        self._processes: dict[str, RemoteEngine] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._publications: Coordinator[RemoteEngine] | None = None
         self._stopping = self._producing = False
-        self.faults = self.restarts = self.late_probes = 0
-        self._faults: list[float] = []
-        self.deaths: list[str] = []
+        self.budget = RestartBudget(config.cluster)
+        self.late_probes = 0
         self.examined: dict[str, dict[str, Any]] = {}
         """State of the last dropped actors' processes, as seen before they were killed."""
 
@@ -114,10 +94,10 @@ class ActorManager:
         """Bring an actor with a loaded engine into every slot, also where one has died since;
         whether there was such. Raises FaultBudgetSpent below `cluster.rollout_actors.min`.
         """
-        before, least = self._alive[:], self._config.cluster.rollout_actors.min
+        before = self._alive[:]
         await asyncio.gather(*[self._fill(slot) for slot in self._slots.all()])
         self._alive = [slot.engine for slot in self._slots.all()]
-        if len(self._alive) < least:
+        if not self.budget.enough(len(self._alive)):
             raise self._too_few("the run has not begun", await self._slots.nodes())
         return self._alive != before
 
@@ -198,13 +178,18 @@ class ActorManager:
             f"{len(self._alive)} rollout actors go on"
         )
 
+    @property
+    def deaths(self) -> list[str]:
+        """What was said of each death, the newest last."""
+        return self.budget.deaths
+
     def alive(self) -> Sequence[RemoteEngine]:
         """Engines that hold tickets or may get some."""
         return tuple(self._alive)
 
     def processes(self) -> Sequence[RemoteEngine]:
         """All engines that were started and not ended, serving or not."""
-        return tuple(self._processes.values())
+        return self._processes.all()
 
     def healthy_actor_ids(self) -> list[str]:
         """Ids of the actors that are alive."""
@@ -260,8 +245,8 @@ class ActorManager:
         """`cluster/...`: actors that are alive; since the start faults, restarts, late probes."""
         return {
             "cluster/rollout_actors": float(len(self._alive)),
-            "cluster/faults": float(self.faults),
-            "cluster/restarts": float(self.restarts),
+            "cluster/faults": float(self.budget.faults),
+            "cluster/restarts": float(self.budget.restarts),
             "cluster/late_probes": float(self.late_probes),
         }
 
@@ -301,7 +286,7 @@ class ActorManager:
         node_id = None if slot is None else slot.node_id
         seen = await examine(self._config.run.dir, actor_id, error, node_id=node_id)
         self.examined = dict([*self.examined.items(), (actor_id, seen)][-EXAMINED:])
-        self._kill(engine)
+        self._processes.kill(engine)
         slot = self._slots.get(engine.slot)  # which may be gone meanwhile
         if slot is not None and not slot.leaving and not self._stopping:
             slot.filling = self._spawn(self._replace(slot, fault + findings_of(seen)))
@@ -312,79 +297,33 @@ class ActorManager:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = [engine.handle.close.remote() for engine in self._alive]
-        if closing:
-            await asyncio.wait(
-                [asyncio.ensure_future(settled(call)) for call in closing], timeout=CLOSE_TIMEOUT_S
-            )
-        for engine in list(self._processes.values()):  # starting ones included
-            self._kill(engine)
+        await self._processes.close(self._alive)
         self._alive = []
 
     def _lives(self, slot: EngineSlot) -> bool:
         return slot.engine is not None and slot.engine in self._alive
 
-    def _create(self, slot: EngineSlot) -> RemoteEngine:
-        assert slot.option is not None, "the slot is reserved first"
-        actor_id, node_id, spec = slot.next_id(), slot.node_id, self._spec
-        actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **slot.option)
-        handle = actor.remote(
-            self._config,
-            actor_id=actor_id,
-            queue=spec.queue,
-            model_dir=spec.model_dir,
-            device=spec.device,
-            cores=slot.where.cores,
-            partials=spec.partials,
-            actors=len(self._slots),
-        )
-        slot.engine = self._processes[actor_id] = RemoteEngine(
-            actor_id,
-            slot.index,
-            self._slots.address(node_id),
-            self._config.cluster.engine.tensor_parallel_size,
-            handle,
-            lambda announcement: self._relays.local(announcement, node_id),
-        )
-        return slot.engine
-
-    def _kill(self, engine: RemoteEngine) -> None:
-        engine.give_up(RunError("its process is ended"))
-        ray.kill(engine.handle)
-        self._processes.pop(engine.actor_id, None)
-
     async def _fill(self, slot: EngineSlot) -> None:
         """Start processes in this slot until one has loaded or the slot is given back."""
         while True:
             loaded = slot.engine is not None
-            engine = slot.engine or self._create(slot)
+            engine = slot.engine or self._processes.begin(slot)
             health_s = self._config.watchdog.probe_timeout_s
             try:
-                await (
-                    asyncio.wait_for(engine.answer(), health_s) if loaded else self._load(engine)
-                )
+                if loaded:
+                    await asyncio.wait_for(engine.answer(), health_s)
+                else:
+                    await self._processes.load(engine)
                 return
             except (TimeoutError, ray.exceptions.RayError) as error:
                 if not loaded and not is_death(error):
                     raise  # another one would meet the same
                 fault = f"{engine.actor_id} died while the run started ({told(error)})"
-            self._kill(engine)
+            self._processes.kill(engine)
             if not await self._may_restart(slot, fault):
                 return
             slot.engine = None
             self._listener.note(f"{fault}; another actor takes its place")
-
-    async def _load(self, engine: RemoteEngine) -> None:
-        seconds = self._config.watchdog.start_timeout_s
-        try:
-            engine.max_num_seqs = await asyncio.wait_for(
-                engine.handle.start.remote(backend=self._spec.backend, label=UNPUBLISHED), seconds
-            )
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"starting {engine.actor_id} took longer than watchdog.start_timeout_s = "
-                f"{seconds:g} s"
-            ) from error
 
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
@@ -413,7 +352,7 @@ class ActorManager:
             self.late_probes += 1
             self._listener.note(text)
 
-        while engine.actor_id in self._processes:
+        while engine in self._processes:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
                 with long_wait(f"a probe of {engine.actor_id}", lambda: engine.host, late):
@@ -434,31 +373,20 @@ class ActorManager:
         while True:
             self._look.clear()
             nodes = await self._slots.nodes()
-            living = {node.node_id for node in nodes}
-            for node_id in {slot.node_id for slot in self._slots.all()} - living:
+            for node_id in self._slots.lost_nodes(nodes):
                 await self._lose(node_id)
-            while self._slots.limit is None or len(self._slots) < self._slots.limit:
-                if (room := self._slots.room(nodes)) is None:
-                    break
+            while (room := self._slots.free_room(nodes)) is not None:
                 self._open(room)
-            least = self._config.cluster.rollout_actors.min
             starting = any(not self._lives(slot) and not slot.leaving for slot in self._slots.all())
-            if len(self._alive) < least and not starting:
-                self._failures.fail(self._too_few("the cluster has no room for another", nodes))
-                return
+            if not starting and not self.budget.enough(len(self._alive)):
+                raise self._too_few("the cluster has no room for another", nodes)
             try:
                 await asyncio.wait_for(self._look.wait(), SURVEY_INTERVAL_S)
             except TimeoutError:
                 continue
 
     def _too_few(self, why: str, nodes: Sequence[Node]) -> FaultBudgetSpent:
-        cluster = self._config.cluster
-        return FaultBudgetSpent(
-            f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min is "
-            f"{cluster.rollout_actors.min}, and {why}; {self.deaths[-1]}; {self._spent()} faults "
-            f"count against cluster.restart_budget = {cluster.restart_budget}; the cluster has "
-            f"{describe(nodes)}"
-        )
+        return self.budget.too_few(len(self._alive), why, cluster=describe(nodes))
 
     def _need_run(self) -> None:
         if self._publications is None:
@@ -483,7 +411,7 @@ class ActorManager:
             await self._vacate(slot)
             self._listener.note(f"no rollout actor is started on node {address} ({told(error)})")
             return
-        engine = self._create(slot)
+        engine = self._processes.begin(slot)
         self._listener.note(f"node {address} has room: {engine.actor_id} starts there")
         fault = await self._serve(engine)
         if fault is not None:
@@ -492,7 +420,7 @@ class ActorManager:
     async def _replace(self, slot: EngineSlot, fault: str) -> None:
         """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
-            engine = self._create(slot)
+            engine = self._processes.begin(slot)
             self._listener.note(f"{fault}; {engine.actor_id} takes its place")
             again = await self._serve(engine)
             if again is None:
@@ -500,27 +428,23 @@ class ActorManager:
             fault = again
 
     async def _may_restart(self, slot: EngineSlot, fault: str) -> bool:
-        """Count a fault; False when it ended the slot."""
-        cluster = self._config.cluster
+        """Decide after a fault, and wait; False when it ended the slot."""
         if not await self._slots.node_serves(slot):
             await self._lose(slot.node_id)  # not a fault of this process
             return False
-        self.deaths.append(fault)
+        decision = self.budget.died(fault, deaths=slot.incarnations)
         self._listener.fault(fault)
-        if self._spent() >= cluster.restart_budget:
+        if not decision.again:
             self._slots.give_up(slot)
-            await self._retire(slot, f"{fault}; the restart budget is spent")
+        elif not await self._slots.reserved_again(slot):
+            decision = self.budget.unplaced(fault)
+        if not decision.again:
+            await self._vacate(slot)
+            self._listener.note(f"{decision.why}; {self._rest()}")
+            self._look.set()
             return False
-        self._count_fault()
-        if not await self._slots.reserved_again(slot):
-            await self._retire(
-                slot,
-                f"{fault}; it got no resources within cluster.resources_timeout_s = "
-                f"{cluster.resources_timeout_s:g} s",
-            )
-            return False
-        self.restarts += 1
-        await asyncio.sleep(back_off_s(slot.incarnations))
+        self.budget.restarts += 1
+        await asyncio.sleep(decision.after_s)
         return True
 
     async def _serve(self, engine: RemoteEngine) -> str | None:
@@ -528,11 +452,11 @@ class ActorManager:
         started = time.monotonic()
         assert self._publications is not None, "begin() comes first"
         try:
-            await self._load(engine)
+            await self._processes.load(engine)
             self._spawn(self._probe(engine))
             await self._publications.join(engine, lambda: self._alive.append(engine))
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
-            self._kill(engine)
+            self._processes.kill(engine)
             return f"{engine.actor_id} did not start ({told(failure)})"
         self._listener.note(
             f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s"
@@ -548,29 +472,12 @@ class ActorManager:
             return
         for slot in slots:
             self._slots.drop(slot)
-        self._count_fault()
         names = [slot.engine.actor_id for slot in slots if slot.engine is not None]
-        self.deaths.append(
-            f"node {self._slots.address(node_id)} left the cluster, and with it "
-            f"{', '.join(names) or 'a place for one'}"
-        )
-        self._listener.fault(self.deaths[-1])
+        lost = self.budget.node_left(self._slots.address(node_id), names)
+        self._listener.fault(lost)
         for slot in slots:
             await self._vacate(slot)
-        self._listener.note(f"{self.deaths[-1]}; {self._rest()}; run `ray start` there again")
-        self._look.set()
-
-    def _count_fault(self) -> None:
-        self.faults += 1
-        self._faults.append(time.monotonic())
-
-    def _spent(self) -> int:
-        """Count the faults that are not forgiven yet."""
-        return sum(time.monotonic() - at < FORGIVEN_S for at in self._faults)
-
-    async def _retire(self, slot: EngineSlot, why: str) -> None:
-        await self._vacate(slot)
-        self._listener.note(f"{why}; {self._rest()}")
+        self._listener.note(f"{lost}; {self._rest()}; run `ray start` there again")
         self._look.set()
 
     def _rest(self) -> str:
@@ -586,8 +493,8 @@ class ActorManager:
         if self._lives(slot):
             self._alive.remove(slot.engine)
             await self._client.forfeit(slot.engine.actor_id)
-        if slot.engine is not None and slot.engine.actor_id in self._processes:
-            self._kill(slot.engine)
+        if slot.engine in self._processes:
+            self._processes.kill(slot.engine)
         self._slots.release(slot)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:

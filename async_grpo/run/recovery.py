@@ -28,7 +28,7 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.remote_engine import RemoteEngine
-from async_grpo.cluster.rollout_actors import back_off_s
+from async_grpo.cluster.restart_budget import back_off_s
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, RunError, Stalled

@@ -132,7 +132,11 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
             "publication faults",
             f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
         ),
-        (system.actors.restarts, "restarts", f"{system.actors.restarts} rollout actors replaced"),
+        (
+            replaced := system.actors.budget.restarts,
+            "restarts",
+            f"{replaced} rollout actors replaced",
+        ),
         (
             system.queue_restarts,
             "queue restarts",

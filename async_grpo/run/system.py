@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.cluster.deaths import CallFailed, cannot_be_reached
+from async_grpo.cluster.engine_processes import ActorSpec
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
@@ -39,7 +40,7 @@ from async_grpo.cluster.placement import Placement, Slot, refuse
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
+from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import RaySession
 from async_grpo.cluster.verifier_errors import VerifierErrors

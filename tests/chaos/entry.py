@@ -8,7 +8,7 @@ import os
 import sys
 
 from async_grpo import cli
-from async_grpo.cluster import learner_group, rollout_actors
+from async_grpo.cluster import engine_processes, learner_group
 from async_grpo.run import trainer
 from tests.chaos import watched
 
@@ -26,7 +26,7 @@ class WatchedTrainer(trainer.Trainer):
 
 def main() -> int:
     os.environ[watched.DRIVER] = str(os.getpid())
-    rollout_actors.RolloutProcess = watched.WatchedRollout
+    engine_processes.RolloutProcess = watched.WatchedRollout
     learner_group.LearnerProcess = watched.WatchedLearner
     trainer.Trainer = WatchedTrainer
     return cli.main(["train", *sys.argv[1:]])

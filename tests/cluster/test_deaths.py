@@ -123,10 +123,12 @@ def test_a_death_costs_one_fault_of_the_budget(tmp_path: Path, call: tuple, kind
         assert not world.listener.faults
     elif call[0] == "rollout":
         [fault] = world.listener.faults
-        assert actors.restarts == 1 and not learner.restarts and "died" in fault
+        assert actors.budget.restarts == 1 and not learner.restarts and "died" in fault
     else:
         [fault] = world.listener.faults
-        assert learner.restarts == 1 and not actors.restarts and "a learner rank died" in fault
+        assert (
+            learner.restarts == 1 and not actors.budget.restarts and "a learner rank died" in fault
+        )
     assert all(("short of memory" in one) == (kind == "memory") for one in world.listener.faults)
 
 
@@ -220,7 +222,7 @@ def test_a_node_that_goes_in_the_start_is_one_fault_and_the_others_go_on(
     [fault] = world.listener.faults
     assert "node 10.0.0.2 left the cluster, and with it actor-1.0" in fault
     assert any("1 rollout actors go on" in note for note in world.listener.notes)
-    assert len(world.running.actors.alive()) == 0 and world.running.actors.faults == 1
+    assert len(world.running.actors.alive()) == 0 and world.running.actors.budget.faults == 1
 
 
 def test_what_a_living_process_raises_is_no_death() -> None:

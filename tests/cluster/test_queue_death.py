@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster import learner_group, rollout_actors
+from async_grpo.cluster import engine_processes, learner_group
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
@@ -78,7 +78,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
     config = settings(home, write_model(home / "model", positions=64))
     (home / "cfg.yaml").write_text(dump(config))
     with pytest.MonkeyPatch.context() as patch, open(home / "log.txt", "w") as log:
-        patch.setattr(rollout_actors, "RolloutProcess", ack_log.LoggedRolloutProcess)
+        patch.setattr(engine_processes, "RolloutProcess", ack_log.LoggedRolloutProcess)
         patch.setattr(learner_group, "LearnerProcess", ack_log.LoggedLearnerProcess)
         with Trainer(config, console=Console(log)) as trainer, ThreadPoolExecutor(1) as thread:
             trainer.train(steps=1)

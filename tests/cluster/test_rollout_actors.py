@@ -22,12 +22,13 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from async_grpo.cluster import rollout_actors
+from async_grpo.cluster import engine_processes, restart_budget, rollout_actors
+from async_grpo.cluster.engine_processes import ActorSpec
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
-from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
+from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
@@ -138,7 +139,7 @@ def quick(monkeypatch) -> None:
     """Stand-ins for the actors, short intervals, and two cores for the driver's node, of three
     CPUs, whatever the machine has.
     """
-    monkeypatch.setattr(rollout_actors, "RolloutProcess", StandIn)
+    monkeypatch.setattr(engine_processes, "RolloutProcess", StandIn)
     monkeypatch.setattr(rollout_actors, "SURVEY_INTERVAL_S", 0.2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
@@ -212,11 +213,11 @@ async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) 
             "giving back the tickets",
         )
         await here.until(lambda: reservations() == ["CREATED"], "giving back the reservations")
-        assert (here.manager.faults, here.manager.restarts, len(here.manager.deaths)) == (
-            1,
-            0,
-            1,
-        ), "a node is one fault"
+        assert (
+            here.manager.budget.faults,
+            here.manager.budget.restarts,
+            len(here.manager.deaths),
+        ) == (1, 0, 1), "a node is one fault"
         [said] = [note for note in here.notes if "left the cluster" in note]
         assert "actor-1.0, actor-2.0" in said and "1 rollout actors go on" in said
         assert "run `ray start` there again" in said
@@ -250,8 +251,8 @@ async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
         victim.handle.die.remote()
         await here.until(lambda: "actor-1.1" in here.ids, "a replacement")
         assert here.client.forfeited == ["actor-1.0"] and (
-            here.manager.faults,
-            here.manager.restarts,
+            here.manager.budget.faults,
+            here.manager.budget.restarts,
         ) == (1, 1)
         here.manager.alive()[1].handle.die.remote()
         await here.until(
@@ -270,8 +271,8 @@ async def test_a_fault_that_is_long_ago_is_forgiven(cluster, tmp_path, monkeypat
         for died in ("actor-0.0", "actor-0.1"):
             here.manager.alive()[0].handle.die.remote()
             await here.until(lambda died=died: died not in here.ids and here.ids, "a replacement")
-            monkeypatch.setattr(rollout_actors, "FORGIVEN_S", 0.0)
-        assert here.ids == ["actor-0.2"] and here.manager.faults == 2 and not here.fatal
+            monkeypatch.setattr(restart_budget, "FORGIVEN_S", 0.0)
+        assert here.ids == ["actor-0.2"] and here.manager.budget.faults == 2 and not here.fatal
 
 
 async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_it(
@@ -296,12 +297,12 @@ async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_
 async def test_who_dies_while_the_run_starts_is_replaced(
     cluster, extra, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(rollout_actors, "RolloutProcess", DiesOnce)
+    monkeypatch.setattr(engine_processes, "RolloutProcess", DiesOnce)
     extra(1)
     async with fleet(
         cluster, tmp_path, rollout_actors={"min": 2, "max": 2}, restart_budget=1
     ) as here:
-        assert here.ids == ["actor-0.0", "actor-1.1"] and here.manager.restarts == 1
+        assert here.ids == ["actor-0.0", "actor-1.1"] and here.manager.budget.restarts == 1
         [death] = here.manager.deaths
         assert death.startswith("actor-1.0 died while the run started (ActorDiedError: ")
 
@@ -311,8 +312,8 @@ async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_
     cluster, extra, tmp_path, monkeypatch, least: int
 ) -> None:
     """Ray's own memory monitor, which thinks that one node has none left."""
-    monkeypatch.setattr(rollout_actors, "RolloutProcess", Slow)
-    monkeypatch.setattr(rollout_actors, "back_off_s", lambda deaths: 0.0)
+    monkeypatch.setattr(engine_processes, "RolloutProcess", Slow)
+    monkeypatch.setattr(restart_budget, "back_off_s", lambda deaths: 0.0)
     with monkeypatch.context() as poor:
         poor.setenv("RAY_memory_usage_threshold", "0.01")
         poor.setenv("RAY_memory_monitor_refresh_ms", "200")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster import learner_group, rollout_actors
+from async_grpo.cluster import engine_processes, learner_group
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
@@ -106,7 +106,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
     told: dict = {"side": home / "run-side", "run": home / "run"}
     config = settings(home, write_model(home / "model", positions=64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_actors, "RolloutProcess", ack_log.LoggedRolloutProcess)
+        patch.setattr(engine_processes, "RolloutProcess", ack_log.LoggedRolloutProcess)
         patch.setattr(learner_group, "LearnerProcess", ack_log.LoggedLearnerProcess)
         with open(home / "first.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
             trainer.train(steps=1)
@@ -120,7 +120,10 @@ def story(tmp_path_factory) -> Iterator[dict]:
                 engine.actor_id,
                 ask(trainer, pid_of(trainer.system.actors.alive()[0])),
             )
-            told["restarts"] = (trainer.system.supervisor.restarts, trainer.system.actors.restarts)
+            told["restarts"] = (
+                trainer.system.supervisor.restarts,
+                trainer.system.actors.budget.restarts,
+            )
             told["epoch"] = trainer.system.supervisor.run_epoch
             trainer.train(steps=1)
             told["digests"] = ask(trainer, trainer.system.queue.digests())

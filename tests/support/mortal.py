@@ -18,7 +18,7 @@ import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.cluster import rollout_actors
+from async_grpo.cluster import restart_budget, rollout_actors
 from async_grpo.cluster.placement import Node, Placement, Slot
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import QueueMetrics
@@ -320,7 +320,7 @@ class World:
                 (ray, "remote", self.remote),
                 (ray, "kill", kill),
                 (ray, "cancel", lambda call: None),
-                (rollout_actors, "back_off_s", lambda deaths: 0.0),
+                (restart_budget, "back_off_s", lambda deaths: 0.0),
                 (rollout_actors, "PROBE_INTERVAL_S", 0.01),
                 (rollout_actors, "SURVEY_INTERVAL_S", 0.01),
             ):
