@@ -45,7 +45,7 @@ CIRCLES = {
         "types of the queue's parts in each other's signatures"
     ),
     "learner.checkpoint learner.learner": "the learner's type in the signature of what saves it",
-    "run.callbacks.base run.callbacks.registry run.lifecycle run.run_log run.trainer": (
+    "run.callbacks.base run.callbacks.registry run.run_log run.trainer": (
         "a callback is given the trainer that calls it"
     ),
     "contrib.warm_start.cache contrib.warm_start.model": "the child imports the model, late",

@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -53,6 +53,7 @@ from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import TornTransfer
 
+Result = TypeVar("Result")
 PROBE_INTERVAL_S = 5.0
 SURVEY_INTERVAL_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
@@ -214,9 +215,7 @@ class ActorManager:
             except ray.exceptions.RayError as error:
                 return error
 
-        engines = self.alive()
-        answers = await asyncio.gather(*[ask(engine) for engine in engines])
-        return {engine.actor_id: one for engine, one in zip(engines, answers, strict=True)}
+        return await self._of_all(ask)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
@@ -259,13 +258,8 @@ class ActorManager:
             except (TimeoutError, ray.exceptions.RayError):
                 return None  # its last report counts
 
-        engines = self.alive()
-        answers = await asyncio.gather(*[ask(engine) for engine in engines])
-        return {
-            engine.actor_id: answer
-            for engine, answer in zip(engines, answers, strict=True)
-            if answer is not None
-        }
+        found = await self._of_all(ask)
+        return {actor_id: report for actor_id, report in found.items() if report is not None}
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
         """Declare an actor dead: forfeit its tickets, kill it, start another in its slot. Raises
@@ -299,6 +293,12 @@ class ActorManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._processes.close(self._alive)
         self._alive = []
+
+    async def _of_all(self, ask: Callable[[RemoteEngine], Awaitable[Result]]) -> dict[str, Result]:
+        """Ask all that are alive at once; the answers by id."""
+        engines = self.alive()
+        answers = await asyncio.gather(*map(ask, engines))
+        return {engine.actor_id: one for engine, one in zip(engines, answers, strict=True)}
 
     def _lives(self, slot: EngineSlot) -> bool:
         return slot.engine is not None and slot.engine in self._alive

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.observe.tracking.tracker import Status, Tracker
 from async_grpo.run.callbacks.base import Callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.saver import Saver
+from async_grpo.runtime.parts import part
 from async_grpo.runtime.text import shortened
 
 if TYPE_CHECKING:  # Ray takes a second to import
@@ -103,6 +105,29 @@ class RunLog:
         self.newest_step = step
         if self.saver is not None:
             self.saver.saved_at = None
+
+    def conclude(
+        self,
+        config: Config,
+        status: Status,
+        *,
+        ending: tuple[int, str] | None,
+        asked: bool,
+        report: bool,
+    ) -> None:
+        """Say how the run ended, write its report, and close tracking, if it was open. ending: exit
+        code and message; asked: somebody asked the run to end.
+        """
+        tracker, self.tracker, self.gauges = self.tracker, None, None
+        if tracker is None:
+            return
+        why = f"on request, after step {self.newest_step}" if asked else "no"
+        tracker.tag("async_grpo.stopped", why)  # a resumed run may have one from before
+        tracker.conclude(status)  # the report takes a while, and somebody may lose patience
+        self._console.stopped(status) if ending is None else self._console.end(*ending)
+        if report and (report_on := part("report")) is not None:
+            report_on(config, self._console, tracker)
+        tracker.finish(status)
 
     def _look_for_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that no response is better than the others of its group."""

@@ -9,6 +9,16 @@ publications and health probes going between the calls.
             print(result["training_iteration"], result["rollout/score"])
         trainer.save()
 
+It brings three parts together, which know nothing of each other, and hides in which order they are
+taken and given back:
+
+    RunDirectory    who has the directory of the run, and where the run goes on
+    RunningSystem   Ray, the processes of the run, the event loop
+    RunLog          console, metrics, tracking, callbacks
+
+    check -> directory taken -> Ray -> places -> processes -> weights -> callbacks' `on_start`
+    `on_end` -> checkpoint under way -> processes -> Ray as it was -> report -> directory free
+
 Invariants: whatever way a run ends, `stop` leaves no process, shared-memory segment or open MLflow
 run behind, and a Ray that was there before as it was; a checkpoint is taken between learner steps
 only; callbacks are called there too, in the thread that drives the trainer.
@@ -19,30 +29,79 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from async_grpo.config.load import dump, load_settings
+from async_grpo.cluster.placement import without_engines
+from async_grpo.config.load import load_settings, resolve
+from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError, StopRequested
-from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.observe.bottleneck import Bottleneck
+from async_grpo.observe.console.console import Console
+from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
+from async_grpo.replay.resume import last_logged_step
 from async_grpo.rollout.generation import Generated, prompts_of, sampling_of
+from async_grpo.run.callbacks.base import Callback, Callbacks
+from async_grpo.run.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.directory import Origin
-from async_grpo.run.checkpoint.resume import Course, differences, plan_rerun, verified
-from async_grpo.run.lifecycle import Lifecycle
-from async_grpo.runtime.stopping import Signals
+from async_grpo.run.checkpoint.resume import (
+    Course,
+    differences,
+    first_evaluation,
+    has_past,
+    plan_rerun,
+    verified,
+)
+from async_grpo.run.checkpoint.saver import Saver, saver_of
+from async_grpo.run.connection import uses_cluster
+from async_grpo.run.directory import RunDirectory
+from async_grpo.run.preflight.devices import check_device
+from async_grpo.run.preflight.model import look, made_model
+from async_grpo.run.preflight.run_check import Checked, check_run
+from async_grpo.run.run_log import RunLog
+from async_grpo.run.running import RunningSystem
+from async_grpo.run.speed_watch import SpeedWatch
+from async_grpo.runtime.stopping import Signals, Stop
 from async_grpo.runtime.text import counted
+from async_grpo.tasks.registry import load_task
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
     from async_grpo.run.loop import Comparison
+    from async_grpo.run.system import System
     from async_grpo.tasks.base import Prompt
 
 Result = TypeVar("Result")
+SAVING_AFTER_FAILURE_S = 30.0
 
 
-class Trainer(Lifecycle):
+class Trainer:
     """One run. Use it as a context manager, or call `stop`."""
+
+    def __init__(
+        self, config: Config, *, console: Console | None = None, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """callbacks: called at the events of the run, before those of `run.callbacks`. Raises
+        SetupError, ConfigError.
+        """
+        self.config = resolve(config)
+        self.run_dir = Path(self.config.run.dir)
+        self.console = console or Console()
+        self._callbacks = given_callbacks(callbacks)
+        self.finished: str | None = None
+        """Why training ends before its last step, once `finish` was called."""
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.model_notes: list[str] | None = None
+        self.resumed_at = 0
+        """Learner steps that were trained before this start."""
+        self._checked: Checked | None = None
+        self._started = False
+        self._stop_requested = Stop()
+        self._log = RunLog(self.console, self.run_dir)
+        self._running = RunningSystem(self._stop_requested)
+        self._directory = RunDirectory(self.run_dir, lost=self._running.fail)
+        self._speed: SpeedWatch | None = None
 
     @classmethod
     def from_checkpoint(
@@ -61,6 +120,74 @@ class Trainer(Lifecycle):
             raise SetupError(str(error)) from error
         settings.setdefault("checkpoint", {})["resume"] = str(path)
         return cls(load_settings(settings, overrides, source=str(path)), **more)
+
+    def check(self) -> None:
+        """Check configuration, files and task before any process starts. Raises SetupError."""
+        if not self._log.callbacks:
+            run = self.config.run
+            called = [*self._callbacks, *make_callbacks(run.callbacks)]
+            self._log.callbacks = Callbacks(called, run.on_callback_error, error=self.console.error)
+        self._checked = check_run(self.config, notes=self.model_notes)
+        self.model_notes = self._checked.notes
+        self._log.total_steps = self._checked.total_steps
+
+    def start(self) -> None:
+        """Start the run's processes, check the weight transport, and resume, if there is a past."""
+        if self._started:
+            return
+        self._running.refuse_second()
+        self._own_directory()
+        config, console, log = self.config, self.console, self._log
+        self._checked, manifest = self._directory.whole_checkpoint(
+            config, self._facts, note=console.info
+        )
+        self._directory.begin(config, console)
+        console.info(
+            f"staleness bound: {counted(config.replay.max_staleness, 'learner step')}, "
+            f"{counted(config.max_lag_updates, 'optimizer update')}; at most "
+            f"{config.max_outstanding} groups under way"
+        )
+        model_dir = made_model(config, note=console.info, check=self._stop_requested.check)
+        notes = self.model_notes
+        if notes is None:  # the model has just been made
+            notes = look(config, load_task(config.task, config.seed), model_dir=model_dir)
+        console.info(*(notes or []))
+        if not self._facts.held_out:
+            console.info("no evaluation: the task has no held-out problems (set task.eval)")
+        saver = log.saver = saver_of(
+            config,
+            model_dir=model_dir,
+            manifest=manifest,
+            total_steps=self.total_steps,
+            data=self._facts.fingerprint,
+            listener=log,
+        )
+        with console.phase("joining Ray" if uses_cluster() else "starting Ray"):
+            self._running.connect(config, note=console.info)
+        from async_grpo.cluster.prometheus import Exported
+
+        log.gauges = Exported(config.run.name)
+        tracker = log.tracker = begin_tracking(
+            config,
+            resume_run_id=None if manifest is None else manifest["mlflow_run_id"],
+            resumed=manifest is not None or has_past(config),
+            note=console.info,
+        )
+        origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
+        self._start_system(model_dir, origin, saver)
+        tracker.tag("run_epoch", str(self.system.run_epoch))
+        console.info(*tracker.ready(check=self._stop_requested.check))
+        self._speed = SpeedWatch(
+            config,
+            max_num_seqs=self.system.max_num_seqs,
+            actors=len(self.system.actors.alive()),
+            cores=self.system.cores,
+            console=console,
+        )
+        self._started = True
+        self._tell_origin(origin)
+        log.callbacks.tell("on_start")
+        log.callbacks.deliver(self)
 
     def train(self, steps: int | None = None) -> dict[str, Any]:
         """Train to the end of the run, or `steps` more learner steps, and wait until their weights
@@ -111,7 +238,7 @@ class Trainer(Lifecycle):
                 self._log.callbacks.tell("on_step", result)
                 self._log.callbacks.deliver(self)
                 yield result | {"done": self.steps_done >= self.total_steps or self._ends}
-            self._run(self.system.settle())
+            self._running.run(self.system.settle())
             # A learner that died while it settled may be at an earlier step.
             if self.steps_done >= last or self._ends:
                 break
@@ -124,9 +251,9 @@ class Trainer(Lifecycle):
         if not total:
             return {}  # as `start` has said
         with self.console.phase(f"evaluating on {total} held-out problems"):
-            self._run(self.system.settle())  # a publication is not cut short
+            self._running.run(self.system.settle())  # a publication is not cut short
             try:
-                result, samples = self._run(self.system.evaluate(total), stoppable=True)
+                result, samples = self._running.run(self.system.evaluate(total), stoppable=True)
             except StopRequested:
                 return {}
         self._evaluated(self.steps_done, result, samples)
@@ -150,8 +277,8 @@ class Trainer(Lifecycle):
         that is not complete, RunError for one that is not its own or once all steps are trained.
         """
         path = Path(path).expanduser().resolve()
-        if self._system is not None:
-            self._run(self._saver.wait())  # one under way may prune this one
+        if self._running.system is not None:
+            self._running.run(self._saver.wait())  # one under way may prune this one
             origin = Origin(path, verified(path)["step"])
             own = path == checkpoint.path_for(self.run_dir.resolve(), origin.step)
             if not own or origin.step > self.steps_done:
@@ -159,14 +286,14 @@ class Trainer(Lifecycle):
                     f"{path} is no earlier checkpoint of {self.run_dir}, and a run that is started "
                     "goes back in its own history only; use Trainer.from_checkpoint"
                 )
-            self._run(self.system.restore(origin))
+            self._running.run(self.system.restore(origin))
             self.finished = None
             self.evaluations = [one for one in self.evaluations if one[0] <= origin.step]
             self._log.callbacks.tell("on_restore", origin.step)
             self._log.callbacks.deliver(self)
             self.console.info(f"went back to step {self.steps_done}, the checkpoint {path}")
             return
-        if self._connection is not None:
+        if self._running.connection is not None:
             raise RunError("restore comes before start, or once it has returned")
         section = self.config.checkpoint.model_copy(update={"resume": str(path)})
         self.config = self.config.model_copy(update={"checkpoint": section})
@@ -198,18 +325,18 @@ class Trainer(Lifecycle):
         """
         asked = prompts_of(prompts), sampling_of(self.config.rollout, sampling)
         self.start()
-        return self._run(self.system.actors.generate(*asked))
+        return self._running.run(self.system.actors.generate(*asked))
 
     def add_rollout_actor(self) -> str:
         """Start one more rollout actor, also from another thread; its id once it serves. Raises
         PlacementError without room, RunError at `cluster.rollout_actors.max` or when it did not
         start.
         """
-        return self._run(self.system.actors.add())
+        return self._running.run(self.system.actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
         """Drain and end a rollout actor. Raises ValueError (unknown id), RunError (below `min`)."""
-        self._run(self.system.actors.remove(actor_id))
+        self._running.run(self.system.actors.remove(actor_id))
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine of the running system, such as `trainer.system.learner.get_weights()` or
@@ -218,7 +345,7 @@ class Trainer(Lifecycle):
         if not self._started:
             work.close()
             raise RunError("the run is not started, or stopped already")
-        return self._run(work)
+        return self._running.run(work)
 
     def finish(self, why: str) -> None:
         """Train no further step, as if the run had reached its end: it is saved and evaluated."""
@@ -247,7 +374,7 @@ class Trainer(Lifecycle):
         Returns which weights are the recorded ones, bit for bit. Raises SetupError for what cannot
         be repeated.
         """
-        self._refuse_second_start()
+        self._running.refuse_second()
         source = Path(source).expanduser().resolve()
         if source == self.run_dir:
             raise SetupError(
@@ -263,11 +390,87 @@ class Trainer(Lifecycle):
         )
         return self._repeat(source, course)
 
+    def request_stop(self) -> None:
+        """Ask `start` or `train` to end between learner steps (safe in a signal handler)."""
+        self._stop_requested.set()
+        self.console.stopping()
+        if self._running.system is not None:
+            self._running.system.request_stop()
+
+    def abandon(self) -> None:
+        """Remove what would outlive this process (for the last act of a signal handler)."""
+        self._running.abandon()
+
+    def stop(self, status: Status = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
+        """Stop all processes, write the report and close tracking; also twice, and after an error.
+        ending: exit code and message for the report; by default the code that `status` stands for.
+        """
+        try:
+            if self._started and self._running.system is not None:
+                self._log.callbacks.tell("on_end", status)
+                self._log.callbacks.deliver(self)
+        finally:
+            self._take_down(status, ending)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        status: Status = "FAILED"
+        if error is None:
+            status = "FINISHED"
+        elif isinstance(error, SystemExit):
+            status = "FAILED" if error.code else "KILLED"
+        elif isinstance(error, StopRequested | KeyboardInterrupt):
+            status = "KILLED"
+        self.stop(status)
+
+    @property
+    def steps_done(self) -> int:
+        """Learner steps contained in the weights."""
+        return self.system.steps_done
+
+    @property
+    def total_steps(self) -> int:
+        """Learner steps of the whole run; 0 before `check`."""
+        return 0 if self._checked is None else self._checked.total_steps
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether somebody asked the run to end early."""
+        return self._stop_requested.is_set()
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """Where the metrics go, while the run is on."""
+        return self._log.tracker
+
+    @property
+    def system(self) -> System:
+        """The running system, for those who want to look inside. Raises RunError without one,
+        StopRequested where the run was asked to end before it started.
+        """
+        if self._running.system is None:
+            self._stop_requested.check()
+            raise RunError("the run is not started, or stopped already")
+        return self._running.system
+
+    @property
+    def verdict(self) -> Bottleneck | None:
+        """Who limited the last interval of steps, and what to change; None before the first."""
+        return None if self._speed is None else self._speed.latest
+
+    @property
+    def speed(self) -> SpeedWatch | None:
+        """What the run is expected to come to, and comes to; None before it is started."""
+        return self._speed
+
     @property
     def step_under_way(self) -> int | None:
         """The learner step that is being trained, or comes next; None while nothing runs."""
-        running = self._system or self._rerun
-        return None if running is None or running.loop is None else running.loop.steps_done + 1
+        return self._running.step_under_way
 
     @property
     def _ends(self) -> bool:
@@ -281,11 +484,10 @@ class Trainer(Lifecycle):
 
     def _step(self) -> dict[str, Any] | None:
         """Train a learner step, and begin what is due after it; its metrics, None if stopped."""
-        if self._taken is not None:  # during the start, or between two calls
-            raise self._taken
+        self._directory.check_own()  # lost during the start, or between two calls
         system, before = self.system, self.steps_done
         try:
-            metrics = self._run(system.step())
+            metrics = self._running.run(system.step())
         except StopRequested:
             return None
         self._saver.check()
@@ -295,7 +497,7 @@ class Trainer(Lifecycle):
         if self._due(self.config.checkpoint.every_steps, before):
             self._save(keep_groups=False, wait=False)
         if self._facts.held_out and self._due(self.config.evaluation.every_steps, before):
-            self._run(system.evaluate_beside(self._facts.held_out, self._evaluated))
+            self._running.run(system.evaluate_beside(self._facts.held_out, self._evaluated))
         return metrics
 
     def _due(self, every: int, before: int) -> bool:
@@ -313,19 +515,19 @@ class Trainer(Lifecycle):
             "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }
         work = self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait)
-        return self._run(work)
+        return self._running.run(work)
 
     def _repeat(self, source: Path, course: Course) -> Comparison:
         """Start a learner alone, and train the recorded steps of this course."""
         from async_grpo.run.rerun import Rerun
 
         self._log.total_steps = course.last
-        model_dir = self._model_dir()
-        connection = self._connect(learner_only=True)
-        # of an earlier replay: they are compared with each other
-        (self.run_dir / "metrics.jsonl").write_text("", encoding="utf-8")
-        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        self._rerun = Rerun(
+        model_dir = made_model(
+            self.config, note=self.console.info, check=self._stop_requested.check
+        )
+        connection = self._running.connect(self.config, note=self.console.info, learner_only=True)
+        self._directory.begin_again(self.config)
+        rerun = self._running.rerun = Rerun(
             self.config,
             total_steps=self.total_steps,
             weights=self._facts.weights,
@@ -335,7 +537,7 @@ class Trainer(Lifecycle):
             self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info
         )
         self._log.tracker.start()
-        work = self._rerun.run(
+        work = rerun.run(
             connection.session,
             str(source / "journal"),
             model_dir=model_dir,
@@ -344,7 +546,7 @@ class Trainer(Lifecycle):
             last=course.last,
             listener=self._log,
         )
-        return self._run(work, stoppable=True)
+        return self._running.run(work, stoppable=True)
 
     def _evaluated(
         self, step: int, result: dict[str, float], samples: list[dict[str, Any]]
@@ -354,3 +556,76 @@ class Trainer(Lifecycle):
         self._log.logged(step, result)
         self._log.callbacks.tell("on_evaluation", step, dict(result))
         self._log.samples([{"step": step, "source": "evaluation", **sample} for sample in samples])
+
+    def _own_directory(self, *, learner_only: bool = False) -> None:
+        """Check everything, and take the run directory. Raises SetupError where another run has
+        it.
+        """
+        self.check()
+        check_server(self.config)
+        check_device(without_engines(self.config) if learner_only else self.config)
+        if self._directory.take(note=self.console.info, check=self._stop_requested.check):
+            self.check()  # the run before may have gone on until now
+
+    def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
+        """Start engines and learner, and let the learner's weights reach the engines."""
+        config, log, facts = self.config, self._log, self._facts
+        with self.console.phase("starting engines and learner"):
+            log.newest_step = last_logged_step(self.run_dir)
+            self._running.start(
+                config, facts, model_dir=model_dir, origin=origin, saver=saver, listener=log
+            )
+            log.newest_step = self.steps_done
+        checking = " and checking them" if config.weight_sync.self_check else ""
+        with self.console.phase(f"connecting weights{checking}"):
+            arriving = self.system.open_weights()
+            self.console.weights_arrive(self._running.run(arriving, stoppable=True))
+
+    def _tell_origin(self, origin: Origin) -> None:
+        """Say where the run goes on, after what is of another history was set aside."""
+        self._directory.go_on(origin.step, note=self.console.info)
+        self.console.info(*self._facts.changes.lines())
+        self.resumed_at = self.steps_done
+        if self.steps_done:
+            if (first := first_evaluation(self.run_dir)) is not None:
+                self.evaluations.insert(0, first)
+            self.console.info(
+                f"resumed {origin.path or 'the journal'} at step {self.steps_done} of "
+                f"{self.total_steps}"
+            )
+
+    def _take_down(self, status: Status, ending: tuple[int, str] | None) -> None:
+        orderly, repeated = status != "FAILED", self._running.rerun is not None
+        self._started = False
+        with ExitStack() as last:  # the last one that is named comes first, whatever the others do
+            last.callback(self.console.stopped, status)
+            last.callback(self._directory.release)
+            last.callback(self._running.close)
+            last.callback(self._conclude, status, ending, report=not repeated)
+            last.callback(self._running.disconnect)
+            last.callback(self._running.end, orderly=orderly)
+            if self._running.on:
+                self._finish_saving(orderly=orderly)
+                speed = None if self._log.tracker is None else self._speed
+                if speed is not None and (errors := speed.end()):
+                    self._log.logged(self._log.newest_step, errors)
+
+    def _conclude(self, status: Status, ending: tuple[int, str] | None, *, report: bool) -> None:
+        asked, log = self.stop_requested, self._log
+        log.conclude(self.config, status, ending=ending, asked=asked, report=report)
+
+    def _finish_saving(self, *, orderly: bool) -> None:
+        """Let a checkpoint under way be completed; after a failure in a short while only."""
+        limit = self.config.watchdog.step_timeout_s if orderly else SAVING_AFTER_FAILURE_S
+        if self._log.saver is not None:
+            self._running.run(self._log.saver.close(limit))
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._log.saver is not None, "start() comes first"
+        return self._log.saver
+
+    @property
+    def _facts(self) -> Checked:
+        assert self._checked is not None, "check() comes first"
+        return self._checked

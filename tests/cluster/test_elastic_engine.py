@@ -57,7 +57,9 @@ def test_an_engine_joins_a_training_run_and_leaves_it(tmp_path, monkeypatch) -> 
     ):
 
         def ask(work: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=120)
+            return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(
+                timeout=120
+            )
 
         def train_until(done: Callable[[], object]) -> None:
             for _ in range(steps):

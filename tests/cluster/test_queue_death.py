@@ -63,7 +63,7 @@ def settings(home: Path, model: str) -> Config:
 
 def ask(trainer: Trainer, work: Any) -> Any:
     """Run a coroutine of the system on the trainer's loop."""
-    return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=90)
+    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=90)
 
 
 async def result(reference: Any) -> Any:

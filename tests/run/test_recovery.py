@@ -70,7 +70,7 @@ def settings(home: Path, model: str) -> Config:
 
 def ask(trainer: Trainer, work: Any) -> Any:
     """Run a coroutine of the system on the trainer's loop."""
-    return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=90)
+    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=90)
 
 
 def kill_at(trainer: Trainer, deaths: list[tuple[int, str, int]]) -> None:

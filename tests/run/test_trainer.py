@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.resume import Course
+from async_grpo.run.directory import RunDirectory
+from async_grpo.run.preflight.run_check import Checked, check_run
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.verbs import train
@@ -39,6 +42,11 @@ def trainer(run_dir: Path, model: str) -> Trainer:
     return Trainer(config, console=Console(io.StringIO()))
 
 
+def chosen(one: Trainer) -> Path | None:
+    """Where the run would go on with the settings of this trainer, which has checked the model."""
+    return check_run(one.config, notes=one.model_notes).checkpoint
+
+
 def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model: str) -> None:
     paths = []
     for step in (3, 6):
@@ -47,9 +55,9 @@ def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model
         paths.append(checkpoint.commit(directory, {"step": step}))
     with trainer(tmp_path / "run", model) as one:
         one.check()
-        assert one._checked.checkpoint == paths[1]
+        assert chosen(one) == paths[1]
         one.restore(paths[0])
-        assert one._checked.checkpoint == paths[0]
+        assert chosen(one) == paths[0]
         with pytest.raises(SetupError, match="has no manifest"):
             one.restore(tmp_path)
 
@@ -65,17 +73,16 @@ def damaged_run(run_dir: Path, *steps: int) -> None:
 
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path, model: str) -> None:
     damaged_run(tmp_path / "run", 3, 6)
-    out = io.StringIO()
-    with trainer(tmp_path / "run", model) as one:
-        one.console = Console(out)
-        one._own_directory()
-        assert checkpoint.step_of(one._checked.checkpoint) == 6, "sizes do not show it"
-        assert one._whole_checkpoint()["step"] == 3
-        assert checkpoint.step_of(one._checked.checkpoint) == 3
-    said = " ".join(out.getvalue().split())
-    assert (
-        "step_000006 is damaged: the contents of queue.json have changed; the run goes on" in said
-    )
+    said: list[str] = []
+    config = trainer(tmp_path / "run", model).config
+    facts = check_run(config, notes=[])
+    assert checkpoint.step_of(facts.checkpoint) == 6, "sizes do not show it"
+    directory = RunDirectory(tmp_path / "run", lost=lambda error: None)
+    facts, manifest = directory.whole_checkpoint(config, facts, note=said.append)
+    assert manifest["step"] == 3 == checkpoint.step_of(facts.checkpoint)
+    [warning] = said
+    assert "step_000006 is damaged: the contents of queue.json have changed" in warning
+    assert warning.startswith("warning: ") and "; the run goes on from " in warning
 
 
 def test_a_run_is_refused_rather_than_begun_anew(tmp_path: Path, model: str, capsys) -> None:
@@ -158,21 +165,28 @@ def test_an_evaluation_task_without_held_out_problems_is_one_sentence(
 def test_a_start_that_failed_before_ray_is_repeated_and_a_stopped_trainer_is_not(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect(*_: object, **__: object) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def connect(config: Config, loop: asyncio.AbstractEventLoop, **_: object) -> None:
+        loops.append(loop)
         raise SetupError("no Ray here")
 
-    monkeypatch.setattr(Trainer, "_whole_checkpoint", lambda self: 1 / 0)
+    def choose(self: RunDirectory, config: Config, facts: Checked, **_: Any) -> Any:
+        return 1 / 0 if fails else (facts, None)
+
+    fails = True
+    monkeypatch.setattr(RunDirectory, "whole_checkpoint", choose)
     with trainer(tmp_path / "run", model) as one:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 one.start()
         one.stop("FAILED")
-        monkeypatch.setattr(Trainer, "_whole_checkpoint", lambda self: None)
-        monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
+        fails = False
+        monkeypatch.setattr("async_grpo.run.running.Connection", connect)
         with pytest.raises(SetupError, match="no Ray here"):
             one.start()
         one.stop("FAILED")
-        assert one._loop.is_closed()
+        assert [loop.is_closed() for loop in loops] == [True]
         with pytest.raises(RunError, match="build another one"):
             one.start()
 
@@ -189,7 +203,7 @@ def test_a_replay_that_failed_at_its_start_is_repeated(
     (source / "journal").mkdir(parents=True)
     monkeypatch.setattr("async_grpo.run.trainer.plan_rerun", lambda *_, **__: Course(1, 2, None))
     monkeypatch.setattr("async_grpo.run.trainer.differences", lambda *_: [])
-    monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
+    monkeypatch.setattr("async_grpo.run.running.Connection", connect)
     for _ in range(2):
         with (
             pytest.raises(SetupError, match="no Ray here"),

@@ -23,6 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.run.running import RunningSystem
 from tests.support.verbs import train
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
@@ -219,11 +220,11 @@ def test_a_run_ends_as_its_block_does(
 def test_who_is_asked_to_end_while_it_starts_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(trainer: Trainer, *_: Any) -> None:
+    def asked(*_: Any, **__: Any) -> None:
         trainer.request_stop()
-        trainer._stop_requested.check()
+        assert trainer.system is None, "it raises that the run was asked to end"
 
-    monkeypatch.setattr(Trainer, "_start_system", asked)
+    monkeypatch.setattr(RunningSystem, "start", asked)
     with pytest.raises(StopRequested), trained(tmp_path) as (trainer, said), trainer.draining():
         assert list(trainer) == []
         assert said.getvalue().count("nothing is trained: the run was asked to end") == 1

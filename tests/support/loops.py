@@ -60,7 +60,7 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
     system = SimpleNamespace(
         loop=loop,
         coordinator=coordinator,
-        actors=SimpleNamespace(restarts=0),
+        actors=SimpleNamespace(budget=SimpleNamespace(restarts=0)),
         supervisor=SimpleNamespace(restarts=0),
         queue_restarts=0,
         verifier_errors=SimpleNamespace(told={"crash": "crash: killed by signal 9"}),

@@ -54,6 +54,8 @@ def first_start(home: Path) -> None:
     with open(home / "first.txt", "w") as log:
         trainer = Trainer(settings(home), console=Console(log))
         trainer.train(steps=1)
-        asyncio.run_coroutine_threadsafe(under_way(trainer), trainer._loop).result(timeout=90)
+        asyncio.run_coroutine_threadsafe(under_way(trainer), trainer.system.event_loop).result(
+            timeout=90
+        )
         trainer.save(keep_groups=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -81,9 +81,9 @@ def tell(home: Path) -> dict[str, Any]:
         trainer.train(steps=STEPS)
         trainer.evaluate()
         told["wall"] = time.monotonic() - began
-        told["learner"] = asyncio.run_coroutine_threadsafe(_seconds(trainer), trainer._loop).result(
-            timeout=60
-        )
+        told["learner"] = asyncio.run_coroutine_threadsafe(
+            _seconds(trainer), trainer.system.event_loop
+        ).result(timeout=60)
         system = trainer.system
         tell = system.queue.tell
 

@@ -27,7 +27,7 @@ from tests.support.metric_page import documented
 PLAIN = {bool: False, int: 3, float: 0.5, str: "text", Path: Path("runs/double"), type(None): None}
 PARTS = {"actors": "ActorManager", "learner": "LearnerGroup", "queue": "DriverQueue"}
 """Attributes of `System` whose types its `__init__` does not say."""
-TRAINERS = ("async_grpo.run.trainer", "async_grpo.run.lifecycle", "async_grpo.run.callbacks.base")
+TRAINERS = ("async_grpo.run.trainer", "async_grpo.run.callbacks.base")
 """Modules whose mappings from names to anything hold metrics."""
 MANY = (list, set, frozenset, collections.abc.Iterable)
 

@@ -145,7 +145,9 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     ):
 
         def ask(work) -> object:
-            return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=60)
+            return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(
+                timeout=60
+            )
 
         def away() -> list:
             serving = {engine.actor_id for engine in trainer.system.coordinator.serving()}
@@ -238,7 +240,9 @@ def test_the_only_engine_dies_in_the_last_evaluation_and_the_one_in_its_place_an
         async def pid() -> int:
             return await victim.handle.pid.remote()
 
-        process = asyncio.run_coroutine_threadsafe(pid(), trainer._loop).result(timeout=60)
+        process = asyncio.run_coroutine_threadsafe(pid(), trainer.system.event_loop).result(
+            timeout=60
+        )
         last = thread.submit(trainer.evaluate)
         wait_until(lambda: trainer.system.loop.phase == "evaluating", 60, "the evaluation")
         os.kill(process, signal.SIGKILL)

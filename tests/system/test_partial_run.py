@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
     ):
         metrics = trainer.train()
         counts = asyncio.run_coroutine_threadsafe(
-            trainer.system.queue.counts(), trainer._loop
+            trainer.system.queue.counts(), trainer.system.event_loop
         ).result(timeout=60)
     text = (tmp_path / "second.txt").read_text()
     responses, groups, tokens = (

@@ -52,7 +52,7 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         trainer.train()
         counts = asyncio.run_coroutine_threadsafe(
-            trainer.system.queue.counts(), trainer._loop
+            trainer.system.queue.counts(), trainer.system.event_loop
         ).result(timeout=30)
         assert trainer.steps_done == STEPS
     lines = [

@@ -132,7 +132,7 @@ def both(tmp_path_factory) -> dict:
             trainer.start()
             work = synchronous(trainer.system, trainer.config)
             told["plain_groups"], told["plain_losses"] = asyncio.run_coroutine_threadsafe(
-                work, trainer._loop
+                work, trainer.system.event_loop
             ).result(timeout=120)
             trainer.train()
     directory = home / "product" / "journal"

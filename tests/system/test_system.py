@@ -75,7 +75,7 @@ def settings(directory: Path, model: str, **changes) -> Config:
 
 def ask(trainer: Trainer, work) -> object:
     """Run a coroutine of the system on the trainer's loop."""
-    return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=120)
+    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["all"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
         told["counts"] = ask(trainer, trainer.system.queue.counts())
         told["deaths"] = list(trainer.system.actors.deaths)
-        told["keys"] = [trainer._connection.key]
+        told["keys"] = [trainer._running.connection.key]
         told["pids"] = [*ask(trainer, trainer.system.learner.pids()), pid]
         told["uri"], told["run_id"] = trainer.tracker.uri, trainer.tracker.run_id
         told["last"] = trainer.save()
@@ -133,7 +133,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
     again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])}, cluster=alone)
     with open(home / "log2.txt", "w") as log, Trainer(again, console=Console(log)) as trainer:
         trainer.start()
-        told["keys"].append(trainer._connection.key)
+        told["keys"].append(trainer._running.connection.key)
         told["resumed_at"] = trainer.steps_done
         told["resumed_probes"] = ask(trainer, trainer.system.learner.logprobs(PROBES))
         told["resumed_metrics"] = trainer.train(steps=3)  # beyond the groups that were restored

@@ -21,8 +21,9 @@ from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.outbox import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
-from async_grpo.run import lifecycle, summary
+from async_grpo.run import running, summary
 from async_grpo.run import system as system_module
+from async_grpo.run import trainer as trainer_module
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.checkpoint import saver as saver_module
 from async_grpo.run.preflight import architecture
@@ -144,10 +145,10 @@ def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
     with ExitStack() as stack:
         for target, name, fake in (
             (architecture, "_ask", lambda _: {"refused": "", "sure": False}),
-            (lifecycle, "Connection", lambda *_, **__: _connection()),
+            (running, "Connection", lambda *_, **__: _connection()),
             (system_module, "System", _system(seen, disk=disk)),
             (system_module, "reserve", _reserve),
-            (lifecycle, "SAVING_AFTER_FAILURE_S", 1.0),
+            (trainer_module, "SAVING_AFTER_FAILURE_S", 1.0),
             (summary, "summarise", lambda *_: []),
             (saver_module, "code_version", dict),
             (tracker_module, "write_code_state", lambda _: []),

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,16 @@ def known_model(config: Config, task: Task | None = None) -> str | None:
         return str(made) if warm_start.is_cached(made) else None
     local = Path(config.model.path).expanduser()
     return str(local) if local.exists() else config.model.path
+
+
+def made_model(config: Config, *, note: Callable[[str], None], check: Callable[[], None]) -> str:
+    """Directory or hub name of the model, which is made where there is none. note: told of the
+    progress; check: called meanwhile, what it raises ends it.
+    """
+    if config.model.path is not None and (known := known_model(config)):
+        return known
+    made = needed("warm_start", "`model.warm_start`")
+    return made.model_directory(config, progress=note, check=check)
 
 
 def rate_notes(config: Config) -> Iterator[str]:

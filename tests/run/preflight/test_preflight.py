@@ -564,7 +564,7 @@ def started(good: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, **sect
         raise Reached
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_grpo.run.lifecycle.Connection", connect)
+    monkeypatch.setattr("async_grpo.run.running.Connection", connect)
     values = {
         "run": {"total_steps": 2, "dir": str(directory)},
         "model": {"path": str(good)},

@@ -600,7 +600,6 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
         run=Run(name="mine", dir=str(tmp_path), total_steps=1), model=Model(path="somewhere")
     )
     trainer = Trainer(config, console=Console(io.StringIO()))
-    trainer._connection = SimpleNamespace(close=lambda: None)
     trainer._log.tracker = SimpleNamespace(
         tag=lambda *_: None,
         conclude=lambda status: done.append(("conclude", status)),
