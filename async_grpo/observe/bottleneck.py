@@ -4,7 +4,7 @@ were measured.
 Runs in: the driver. Hides how one part is told from another. The limits are those of `throughput`,
 with times such that the part that holds up the others lets through what was measured:
 
-    learner       a step takes what was measured, less its waits for groups
+    learner       a step takes what was measured; a starved one's less its waits for groups
     engines       their places are taken for rate of completions x time that a group takes a place:
                   each response takes its own until it ends    (Little)
     environments  in a share of the time an engine generates nothing, because all of its episodes
@@ -154,10 +154,11 @@ class Interval:
     def times(self, setup: ThroughputSettings) -> Times:
         """Compute what learner and engines take; nothing else is a limit yet."""
         step_s, working = setup.batch / self.rate, self.learner["working"]
-        published = self.learner["publishing"]
+        published, starved = self.learner["publishing"], self.learner["starved"]
+        waits = starved if starved >= LITTLE else 0.0  # a busy learner is the limit as it is
         return Times(
             learner_s=working * step_s,
-            other_s=(_rest(self.learner["starved"]) - working - published) * step_s,
+            other_s=(_rest(waits) - working - published) * step_s,
             exposed_s=published * step_s * setup.every_steps,
             response_s=min(max(self.taken(setup), 1e-3), 1.0) * self.full_s(setup),
         )
@@ -232,10 +233,9 @@ def _starved(setup: ThroughputSettings, seen: Interval, times: Times, most: Rate
     idle = f"learner idle {seen.learner['starved']:.0%}"
     if (paused := seen.engine["paused"]) >= MUCH:
         why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
-        if seen.taken(setup) < FULL:  # else pauses are within the time that places are taken for
-            pause_s = paused * setup.batch / seen.rate * setup.every_steps
-            generating_s = _rest(paused) * seen.full_s(setup)
-            times = replace(times, pause_s=pause_s, response_s=generating_s)
+        still = paused if seen.taken(setup) < FULL else 0.0  # places are taken all the same
+        pause_s = still * setup.batch / seen.rate * setup.every_steps
+        times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s(setup))
         return _publications(setup, seen, paused, why), times
     if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
         opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
@@ -247,7 +247,8 @@ def _starved(setup: ThroughputSettings, seen: Interval, times: Times, most: Rate
         episode_s = seen.actors * setup.open_episodes / (setup.responses * seen.rate)
         advice = {"rollout.max_open_episodes": opened}
         verdict = Bottleneck("environments", text, seen.rate, advice)
-        return verdict, replace(times, episode_s=episode_s)
+        generating_s = _rest(waits) * seen.full_s(setup)
+        return verdict, replace(times, episode_s=episode_s, response_s=generating_s)
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.verifiers * seen.actors and seen.verify_s > seen.generate_s / 3:
         workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))

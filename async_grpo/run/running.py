@@ -130,8 +130,8 @@ class RunningSystem:
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error; from any thread."""
-        if self.system is not None:
-            self._loop.call_soon_threadsafe(self.system.fail, error)
+        if (system := self.system) is not None:
+            self._loop.call_soon_threadsafe(system.fail, error)
 
     def abandon(self) -> None:
         """Remove what would outlive this process (for the last act of a signal handler)."""

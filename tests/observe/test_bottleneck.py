@@ -187,6 +187,17 @@ def test_engines_that_stand_still_for_environments_need_more_open_episodes() -> 
     verdict = observed(told)[-1]
     assert verdict.kind == "environments" and "for environments 50% of their" in verdict.text
     assert verdict.advice == {"rollout.max_open_episodes": 64}
+    assert verdict.predicted_gain == pytest.approx(4.0), "engines that generate all the time"
+
+
+def test_engines_that_stand_still_for_weights_need_fewer_publications() -> None:
+    told = lines(steps=6, starved=0.5, blocked=0.0, length=40.0)
+    for step, line in enumerate(told):
+        line["time/engine/working"], line["time/engine/paused"] = step * 0.7, step * 0.3
+    verdict = observed(told)[-1]
+    assert verdict.kind == "publications" and "stand still for weights 30%" in verdict.text
+    assert verdict.advice == {"weight_sync.every_steps": 4, "replay.max_staleness": 4}
+    assert verdict.predicted_gain == pytest.approx(4 / (0.7 + 0.3 / 4) - 4)
 
 
 @pytest.mark.parametrize(("slowest_s", "masks", "says"), [(1.9, 0, 0), (3.0, 0, 1), (3.0, 1, 0)])
