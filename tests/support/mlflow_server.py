@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from async_grpo.config.schema import Config, Model, Run, Tracking
+from async_grpo.observe.tracking.mlflow_sink import MlflowSink
+from async_grpo.observe.tracking.sink import TrackerSink
 from async_grpo.observe.tracking.tracker import Tracker
 from tests.support.processes import free_port
 
@@ -31,11 +33,17 @@ def _tracker(
     resume: str | None = None,
     notes: list[str] | None = None,
     resumed: bool = False,
+    kind: type[TrackerSink] = MlflowSink,
     **settings: object,
 ) -> Tracker:
     note = (lambda line: None) if notes is None else notes.append
     return Tracker(
-        _config(**settings), run_dir=run_dir, resume_run_id=resume, resumed=resumed, note=note
+        _config(**settings),
+        run_dir=run_dir,
+        resume_run_id=resume,
+        resumed=resumed,
+        note=note,
+        kind=kind,
     )
 
 

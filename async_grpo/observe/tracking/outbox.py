@@ -1,13 +1,13 @@
-"""What MLflow has of a run directory, and what it is still to get.
+"""What a tracker has of a run directory, and what it is still to get.
 
-Runs in: the driver, and `async-grpo report --sync`. Hides the file `mlflow_sent.json`:
-one entry per MLflow run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the
-server has acknowledged. Those files are the queue, so that nothing is kept in memory, however long
-a server is gone. Knows nothing of MLflow itself.
+Runs in: the driver, and `async-grpo report --sync`. Hides the file `mlflow_sent.json`: one entry
+per run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the tracker has
+acknowledged. Those files are the queue, so that nothing is kept in memory, however long a server is
+gone. Knows no tracker.
 
 Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the
 kernel releases when the process dies); an entry without an end whose process is gone was killed;
-the file is replaced whole.
+the file is replaced whole, and has a run's id once the tracker has the run's parameters.
 """
 
 from __future__ import annotations
@@ -19,299 +19,277 @@ import math
 import os
 import threading
 import time
-import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_grpo.errors import SetupError
+from async_grpo.observe.tracking.sink import RunFacts, TrackingError
 from async_grpo.runtime.text import one_line
 
-STATE, METRICS, SAMPLES = "mlflow_sent.json", "metrics.jsonl", "samples.jsonl"
-
-_READ_BYTES = 1 << 20
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_CONFIG = {"path": "config.yaml", "place": "config.yaml"}
+_READ_BYTES, _COUNT_BYTES = 64 << 10, 1 << 20
 _SAMPLE_ROWS, _SAMPLE_BYTES = 1000, 16 << 20
 _SAVE_EVERY_S = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a network file system without locks."""
 
 
-class TrackingError(SetupError):
-    """MLflow, or the run directory's record of what it has, cannot be used."""
-
-
 @dataclass
-class OutboxEntry:
-    """One MLflow run of a run directory. Positions are bytes; an end of None is the file's end."""
+class Part:
+    """A run's part of a file, in bytes; an end of None is the file's end."""
 
-    uri: str | None
-    """None: the database in the run directory, wherever that is now."""
-    experiment: str
-    name: str
-    parameters: dict[str, str]
-    begin: int = 0
-    sent: int = 0
+    begin: int
+    sent: int
     end: int | None = None
-    samples_begin: int = 0
-    samples_sent: int = 0
-    samples_end: int | None = None
-    run_id: str | None = None
-    parameters_sent: bool = False
-    artifacts: list[str] = field(default_factory=lambda: ["config.yaml"])
-    """Files and directories still to be sent; relative paths begin in the run directory."""
-    places: dict[str, str] = field(default_factory=dict)
-    """Where in MLflow an artifact goes, for those that do not keep their name."""
-    tags: dict[str, str] = field(default_factory=dict)
-    tags_sent: bool = False
-    models: dict[str, str] = field(default_factory=dict)
-    """Registered models that still get a version: name -> the artifact that becomes it."""
+
+
+@dataclass(kw_only=True)
+class TrackedRun(RunFacts):
+    """One run of a run directory: what the tracker is to have of it, and what it has."""
+
+    metrics: Part
+    samples: Part
+    tags: dict[str, str]
+    run_id: str | None
     status: str = "RUNNING"
-    status_sent: str | None = None
-    created: int = field(default_factory=lambda: int(time.time() * 1000))
     ended: int | None = None
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """A tag of the MLflow run, by which it is found again."""
+    asked: int = 1
+    """How often status or tags were set."""
+    told: int = 0
+    """How much of `asked` the tracker has."""
+    todo: list[dict[str, str]] = field(default_factory=lambda: [_CONFIG])
+    """What is sent once: a `path` (relative: in the run directory), to be called `place` there; and
+    what is there at `place` as a version of a `model`.
+    """
 
-    def go_on(self, newer: OutboxEntry) -> None:
-        """Continue this MLflow run with what another start brings."""
-        self.uri, self.status = newer.uri, "RUNNING"
-        self.status_sent, self.ended = None, None
-        self.end, self.samples_end = None, None
-        self.artifacts = list(dict.fromkeys([*self.artifacts, *newer.artifacts]))
-        self.tags, self.tags_sent = self.tags | newer.tags, False
-        # The user may have removed the files in between.
-        self.begin, self.sent = min(self.begin, newer.begin), min(self.sent, newer.begin)
-        self.samples_begin = min(self.samples_begin, newer.samples_begin)
-        self.samples_sent = min(self.samples_sent, newer.samples_begin)
-
-    def end_before(self, newer: OutboxEntry) -> None:
-        """End the run's part of the files where another run begins."""
-        self.end = newer.begin if self.end is None else self.end
-        self.samples_end = newer.samples_begin if self.samples_end is None else self.samples_end
-
-    def forget(self) -> None:
-        """Note that MLflow has nothing of this run."""
-        self.run_id, self.status_sent = None, None
-        self.parameters_sent, self.tags_sent = False, False
-        self.sent, self.samples_sent = self.begin, self.samples_begin
-        self.artifacts = list(dict.fromkeys(["config.yaml", *self.artifacts]))
+    def change(
+        self,
+        tags: Mapping[str, str],
+        todo: Sequence[dict[str, str]],
+        status: str | None = None,
+        ended: int | None = None,
+    ) -> None:
+        """Add tags and things to be sent; set the status if there is one."""
+        self.tags |= tags
+        self.todo += [item for item in todo if item not in self.todo]
+        if status is not None:
+            self.status, self.ended = status, ended
+        self.asked += 1  # last: who reads this number first reads nothing older afterwards
 
 
 class Outbox:
-    """The MLflow runs of one run directory. One thread sends; any thread may note and close."""
+    """The runs of one run directory, for one tracker. One thread sends; any thread may `change` and
+    `close`.
+    """
 
-    def __init__(self, run_dir: Path) -> None:
-        """Set the directory; nothing is read or locked before `open`."""
+    def __init__(self, run_dir: Path, title: str, run: TrackedRun | None = None) -> None:
+        """Set the directory; nothing is read or locked before `open`. title: of the tracker. run:
+        what this start begins, or continues.
+        """
         self.run_dir = run_dir.absolute()
-        self.entries: list[OutboxEntry] = []
-        """The MLflow runs that are not complete, and last the newest."""
+        self.runs = [] if run is None else [run]
+        """The runs that are not complete, and last the newest."""
         self.rows_sent = 0
-        """Rows that MLflow has acknowledged to this object."""
-        self.rows_forgotten = 0
-        """Rows that were acknowledged and have to be sent again."""
+        """Rows that the tracker has acknowledged to this object."""
+        self.unsent = 0
+        """Rows of before this start that it has not, less those of this start that it has."""
+        self.state = self.run_dir / f"{title.lower()}_sent.json"
+        """The file that says what the tracker has."""
+        self._title = title
         self._lock = threading.RLock()
         self._file: BinaryIO | None = None
-        self._saved = 0.0
+        self._saved = -math.inf
 
-    def open(self) -> None:
-        """Lock the directory and read the state. Raises TrackingError, as when another sends."""
+    def open(self, *, resumed: bool = False) -> None:
+        """Lock the directory and read what the tracker has, unless that is done. Raises
+        TrackingError, as when another sends.
+
+        The directory's last run is continued if it has the id that this start's run was given, or,
+        for a `resumed` run that was given none, whatever it is. Runs without an end become KILLED.
+        """
+        if self._file is not None:
+            return
         file = open(self.run_dir / METRICS, "r+b")  # noqa: SIM115 (closed by `close`)
         try:
             _lock(file)
-            state = self.run_dir / STATE
-            known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else []
-            entries = [OutboxEntry(**entry) for entry in known]
-        except BlockingIOError as error:
-            file.close()
-            raise TrackingError(
-                f"another process sends the metrics of {self.run_dir} to MLflow; wait until it "
-                "has ended"
-            ) from error
-        except (OSError, ValueError, TypeError) as error:
-            file.close()
-            raise TrackingError(
-                f"{self.run_dir / STATE} cannot be used ({one_line(error)}); move it away "
-                "to begin a new MLflow run"
-            ) from error
-        with self._lock:
-            self._file = file
-            self.entries = [  # without those of which there is nothing
-                one for one in entries if one.run_id is not None or self._limit(one) > one.begin
+            known = json.loads(self.state.read_bytes()) if self.state.exists() else []
+            earlier = [
+                run
+                for run in map(_run_of, known)  # without those of which there is nothing
+                if run.run_id or self._limit(METRICS, run.metrics.end) > run.metrics.begin
             ]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this object holds the directory's lock."""
-        return self._file is not None
-
-    def begin(self, entry: OutboxEntry, *, run_id: str | None, resumed: bool) -> None:
-        """Make `entry` the current MLflow run, whose rows start at its `begin`.
-
-        The directory's last run is continued instead if it is `run_id`, or, for a `resumed` run
-        whose checkpoint knows no id, whatever it is. Earlier runs without an end become KILLED.
-        """
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            file.close()
+            raise TrackingError(
+                f"another process sends the metrics of {self.run_dir} to {self._title}; wait until "
+                "it has ended"
+                if isinstance(error, BlockingIOError)
+                else f"{self.state} cannot be used ({one_line(error)}); move it away to begin a "
+                f"new {self._title} run"
+            ) from error
         with self._lock:
-            last = self.entries[-1] if self.entries else None
-            if last is not None and (last.run_id == run_id if run_id is not None else resumed):
-                last.go_on(entry)
-                self.save()
-                return
-            self.mark_killed()
-            entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
-            for earlier in self.entries:
-                earlier.end_before(entry)
-                if run_id is not None and earlier.run_id == run_id:
-                    earlier.status_sent = earlier.status  # which is the new entry's affair now
-            if run_id is not None:  # begun in another directory, from which MLflow has what is here
-                entry.run_id, entry.parameters_sent = run_id, True
-                entry.begin, entry.samples_begin = 0, 0  # unless the run itself is gone
-            kept = [earlier for earlier in self.entries if not self.is_complete(earlier)]
-            self.entries = [*kept, entry]
-            self.save()
+            new = self.runs[-1] if self.runs else None
+            first = self._limit(METRICS, None if new is None else new.metrics.sent)
+            self.runs = self._joined(earlier, new, resumed=resumed)
+            for part in (run.metrics for run in self.runs):
+                self.unsent += self._rows(part.sent, min(first, self._limit(METRICS, part.end)))
+            self._file = file
 
-    def mark_killed(self) -> None:
-        """Set a newest run without an end to KILLED: this object has the lock."""
-        for entry in self.entries[-1:]:  # those before it were ended when it began
-            if entry.status == "RUNNING":
-                entry.status = "KILLED"
-                entry.ended = int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
-
-    def conclude(self, status: str) -> None:
-        """Note on the disk how the current run ended."""
-        with self._lock:
-            if self._file is not None and self.entries:
-                self.entries[-1].status, self.entries[-1].ended = status, int(time.time() * 1000)
-                self.save()
-
-    def set_tag(self, name: str, value: str) -> None:
-        """Set a tag of the current run."""
-        with self._lock:
-            self.entries[-1].tags[name], self.entries[-1].tags_sent = value, False
-
-    def add_artifact(
-        self, path: Path, *, name: str | None = None, register: str | None = None
-    ) -> None:
-        """Add a file, or a directory under `name`, of which the model `register` gets a version."""
-        path = path.absolute()
-        own = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
-        with self._lock:
-            entry = self.entries[-1]
-            if own not in entry.artifacts:
-                entry.artifacts.append(own)
-            if name is not None:
-                entry.places[own] = name
-            if register is not None:
-                entry.models[register] = name or path.name
-
-    def remove_artifact(self, entry: OutboxEntry, name: str) -> None:
-        """Drop an artifact that has been sent."""
-        with self._lock:
-            entry.artifacts.remove(name)
+    def _joined(
+        self, earlier: list[TrackedRun], new: TrackedRun | None, *, resumed: bool
+    ) -> list[TrackedRun]:
+        last = earlier[-1] if earlier else None
+        if last and new and (last.run_id == new.run_id if new.run_id else resumed):
+            last.uri = new.uri
+            last.change(new.tags, new.todo, new.status, new.ended)
+            for part, begun in ((last.metrics, new.metrics), (last.samples, new.samples)):
+                part.begin = min(part.begin, begun.sent)  # the user may have removed the files
+                part.sent, part.end = min(part.sent, begun.sent), None
+            return earlier
+        if last is not None and last.status == "RUNNING":  # its process is gone: the lock was free
+            killed = int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
+            last.change({}, [], "KILLED", killed)
+        if new is None:
+            return earlier
+        for run in earlier:
+            for part, begun in ((run.metrics, new.metrics), (run.samples, new.samples)):
+                part.end = begun.sent if part.end is None else min(part.end, begun.sent)
+            if new.run_id is not None and run.run_id == new.run_id:
+                run.told = run.asked  # status and tags are the new one's affair now
+        if new.run_id is not None:  # begun in another directory, from which the tracker has what is
+            new.metrics.begin = new.samples.begin = 0  # here, unless it lost the run
+        return [*(run for run in earlier if not self.is_complete(run)), new]
 
     # ---- what is to be sent ----
 
-    def lines(self, entry: OutboxEntry) -> list[bytes]:
-        """Read the next rows that MLflow does not have: about a MiB of whole lines."""
-        left, lines = self._limit(entry) - entry.sent, []
+    def change(
+        self,
+        tags: Mapping[str, str] | None = None,
+        todo: Sequence[dict[str, str]] = (),
+        status: str | None = None,
+    ) -> None:
+        """Change the current run (see `TrackedRun.change`); a status is on the disk at once."""
+        with self._lock:
+            self.runs[-1].change(tags or {}, todo, status, int(time.time() * 1000))
+            if status is not None:
+                self.save()
+
+    def lines(self, run: TrackedRun) -> list[bytes]:
+        """Read the next rows that the tracker does not have: some whole lines."""
+        part, lines = run.metrics, []
+        left = self._limit(METRICS, part.end) - part.sent
         with open(self.run_dir / METRICS, "rb") as file:
-            file.seek(entry.sent)
+            file.seek(part.sent)
             for line in file.readlines(min(_READ_BYTES, left)) if left > 0 else []:
                 left -= len(line)
                 if left >= 0 and line.endswith(b"\n"):
                     lines.append(line)
         return lines
 
-    def acknowledge(self, entry: OutboxEntry, lines: list[bytes]) -> None:
-        """Note that MLflow has these next rows, or never will."""
-        entry.sent += sum(map(len, lines))
-        self.rows_sent += len(lines)
-        self.save_sometimes()
-
-    def forget(self, entry: OutboxEntry) -> None:
-        """Note that the server does not have this run (any more)."""
-        with self._lock:
-            self.rows_forgotten += self._rows(entry.begin, entry.sent)
-            entry.forget()
-            self.save()  # its key is on the disk before there is a run with it
-
-    def samples(self, entry: OutboxEntry) -> tuple[list[dict[str, Any]], int]:
+    def samples(self, run: TrackedRun) -> tuple[list[dict[str, Any]], int]:
         """Read the run's newest samples and the position after them; none if all are sent."""
-        limit = self._samples_limit(entry)
-        if limit <= entry.samples_sent:
-            return [], entry.samples_sent
-        start = max(entry.samples_begin, limit - _SAMPLE_BYTES)
+        part = run.samples
+        limit = self._limit(SAMPLES, part.end)
+        if limit <= part.sent:
+            return [], part.sent
+        start = max(part.begin, limit - _SAMPLE_BYTES)
         with open(self.run_dir / SAMPLES, "rb") as file:
             file.seek(start)
-            lines = file.read(limit - start).split(b"\n")
-        end = limit - len(lines[-1])  # what follows the last newline is being written
-        if end <= entry.samples_sent:
-            return [], entry.samples_sent
-        rows = lines[int(start > entry.samples_begin) : -1][-_SAMPLE_ROWS:]
+            *lines, rest = file.read(limit - start).split(b"\n")
+        if (end := limit - len(rest)) <= part.sent:  # a line that is being written, or never was
+            return [], part.sent
+        rows = lines[int(start > part.begin) :][-_SAMPLE_ROWS:]
         return [json.loads(line) for line in rows], end
 
-    def rows_waiting(self, before: float = math.inf) -> int:
-        """Count the rows that MLflow has not acknowledged, before byte `before` of the file."""
-        return sum(
-            self._rows(entry.sent, int(min(before, self._limit(entry)))) for entry in self.entries
-        )
+    def is_complete(self, run: TrackedRun) -> bool:
+        """Whether the tracker has everything of this run, the status included."""
+        waiting = run.todo or self.lines(run) or self.samples(run)[0]
+        return run.run_id is not None and run.told == run.asked and not waiting
+
+    # ---- what the tracker has ----
+
+    def has_rows(self, run: TrackedRun, lines: list[bytes]) -> None:
+        """Note that the tracker has these next rows, or never will."""
+        run.metrics.sent += sum(map(len, lines))
+        self.rows_sent += len(lines)
+        self.unsent -= len(lines)
+        self.save(sometimes=True)
+
+    def has_item(self, run: TrackedRun, item: dict[str, str]) -> None:
+        """Note that the tracker has this of `todo`, or never will."""
+        with self._lock:
+            run.todo.remove(item)
+
+    def forget(self, run: TrackedRun) -> None:
+        """Note that the tracker does not have this run (any more)."""
+        with self._lock:
+            self.unsent += self._rows(run.metrics.begin, run.metrics.sent)
+            run.run_id, run.told = None, 0
+            run.metrics.sent, run.samples.sent = run.metrics.begin, run.samples.begin
+            run.todo = [_CONFIG, *(item for item in run.todo if item != _CONFIG)]
+
+    # ---- the files ----
+
+    def save(self, *, sometimes: bool = False) -> None:
+        """Write the file, unless the lock is another's by now; `sometimes`: every few seconds, as
+        what is sent twice after a crash changes nothing.
+        """
+        with self._lock:
+            early = sometimes and time.monotonic() < self._saved + _SAVE_EVERY_S
+            if self._file is None or early:
+                return
+            temporary = self.state.with_suffix(".json.tmp")
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump([asdict(run) for run in self.runs], file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.state)
+            self._saved = time.monotonic()
+
+    def close(self) -> None:
+        """Write the file and release the lock; what a thread still sends is not noted."""
+        with self._lock:
+            try:
+                self.save()
+            finally:
+                if self._file is not None:
+                    self._file.close()
+                    self._file = None
+
+    def _limit(self, name: str, end: int | None) -> int:
+        path = self.run_dir / name
+        size = path.stat().st_size if path.exists() else 0
+        return size if end is None else min(size, end)
 
     def _rows(self, start: int, end: int) -> int:
         count, left = 0, end - start
         with open(self.run_dir / METRICS, "rb") as file:
             file.seek(start)
-            while left > 0 and (chunk := file.read(min(_READ_BYTES, left))):
+            while left > 0 and (chunk := file.read(min(_COUNT_BYTES, left))):
                 count += chunk.count(b"\n")
                 left -= len(chunk)
         return count
 
-    def is_complete(self, entry: OutboxEntry) -> bool:
-        """Whether MLflow has everything of this run, the status included."""
-        waiting = entry.artifacts or entry.models or (entry.tags and not entry.tags_sent)
-        return (
-            entry.run_id is not None
-            and entry.status_sent == entry.status
-            and entry.parameters_sent
-            and not (waiting or self.lines(entry) or self.samples(entry)[0])
-        )
 
-    def _limit(self, entry: OutboxEntry) -> int:
-        size = os.stat(self.run_dir / METRICS).st_size
-        return size if entry.end is None else min(size, entry.end)
-
-    def _samples_limit(self, entry: OutboxEntry) -> int:
-        path = self.run_dir / SAMPLES
-        size = path.stat().st_size if path.exists() else 0
-        return size if entry.samples_end is None else min(size, entry.samples_end)
-
-    # ---- the file ----
-
-    def save(self) -> None:
-        """Write the file, unless the lock is another's by now."""
-        with self._lock:
-            if self._file is None:
-                return
-            temporary = self.run_dir / f"{STATE}.tmp"
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump([asdict(entry) for entry in self.entries], file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.run_dir / STATE)
-            self._saved = time.monotonic()
-
-    def save_sometimes(self) -> None:
-        """Write the file every few seconds: what is sent twice after a crash changes nothing."""
-        if time.monotonic() - self._saved > _SAVE_EVERY_S:
-            self.save()
-
-    def close(self) -> None:
-        """Write the file and release the lock; what a thread still sends is not noted."""
-        with self._lock:
-            if self._file is not None:
-                try:
-                    self.save()
-                finally:
-                    self._file.close()
-                    self._file = None
+def _run_of(entry: dict[str, Any]) -> TrackedRun:
+    """Read an entry of the file, also one of when MLflow was the only tracker."""
+    if "sent" in entry:
+        old: dict[str, Any] = {"places": {}, "models": {}, "tags": {}, "tags_sent": False} | entry
+        told = old["status_sent"] == old["status"] and (old["tags_sent"] or not old["tags"])
+        kept = ("uri", "experiment", "name", "parameters", "created", "key", "tags", "status")
+        paths = {path: old["places"].get(path, Path(path).name) for path in old["artifacts"]}
+        entry = {name: old[name] for name in (*kept, "ended")} | {
+            "run_id": old["run_id"] if old["parameters_sent"] else None,  # its key finds it
+            "told": int(told),
+            "metrics": {name: old[name] for name in ("begin", "sent", "end")},
+            "samples": {name: old[f"samples_{name}"] for name in ("begin", "sent", "end")},
+            "todo": [{"path": path, "place": place} for path, place in paths.items()]
+            + [{"model": model, "place": place} for model, place in old["models"].items()],
+        }
+    metrics, samples = Part(**entry.pop("metrics")), Part(**entry.pop("samples"))
+    return TrackedRun(metrics=metrics, samples=samples, **entry)
 
 
 def _lock(file: BinaryIO) -> None:

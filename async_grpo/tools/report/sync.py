@@ -1,6 +1,6 @@
-"""Sends MLflow what it did not get while the run was on.
+"""Sends the tracker (MLflow) what it did not get while the run was on.
 
-Runs in: a process of its own, on any machine that sees the run's directory and reaches MLflow.
+Runs in: a process of its own, on any machine that sees the run's directory and reaches the tracker.
 Invariant: nothing is there twice afterwards.
 """
 
@@ -8,35 +8,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_grpo.observe.tracking.mlflow_sender import Delivery
-from async_grpo.observe.tracking.outbox import METRICS, STATE, Outbox, TrackingError
+from async_grpo.observe.tracking.delivery import Delivery
+from async_grpo.observe.tracking.mlflow_sink import MlflowSink
+from async_grpo.observe.tracking.outbox import METRICS, Outbox
+from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.runtime.text import one_line, without_password
 
 
-def sync(run_dir: Path) -> list[str]:
+def sync(run_dir: Path, kind: type[TrackerSink] = MlflowSink) -> list[str]:
     """Send the rest; a run without an end becomes KILLED. Returns lines. Raises RunError."""
-    if not (run_dir / STATE).is_file() or not (run_dir / METRICS).is_file():
+    outbox = Outbox(run_dir, kind.title)
+    if not outbox.state.is_file() or not (run_dir / METRICS).is_file():
         raise TrackingError(
-            f"{run_dir} has no {STATE} and {METRICS}: it is no run directory, or the run "
-            "did without MLflow"
+            f"{run_dir} has no {outbox.state.name} and {METRICS}: it is no run directory, or the "
+            f"run did without {kind.title}"
         )
-    outbox = Outbox(run_dir)
     outbox.open()
     try:
-        outbox.mark_killed()
-        delivery = Delivery(outbox)
+        delivery = Delivery(outbox, kind)
+        at = {run.key: without_password(delivery.sink(run).address) for run in outbox.runs}
         try:
             delivery.send()
-        except Exception as error:  # MLflow raises what it likes; the user wants one sentence
-            uris = {without_password(delivery.uri(entry)) for entry in outbox.entries}
+        except Exception as error:  # a tracker raises what it likes; the user wants one sentence
             raise TrackingError(
-                f"MLflow at {' or '.join(sorted(uris))} did not take everything "
-                f"({one_line(error)}); {outbox.rows_waiting()} rows are left, try again later"
+                f"{kind.title} at {' or '.join(sorted(set(at.values())))} did not take everything "
+                f"({one_line(error)}); {outbox.unsent} rows are left, try again later"
             ) from error
         lines = [
-            f"MLflow run {entry.run_id} at {without_password(delivery.uri(entry))} is "
-            f"complete: {entry.status}"
-            for entry in outbox.entries
+            f"{kind.title} run {run.run_id} at {at[run.key]} is complete: {run.status}"
+            for run in outbox.runs
         ]
         if delivery.refused:
             lines.append(

@@ -1,0 +1,140 @@
+"""Sends a tracker what an outbox says that it does not have.
+
+Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides the order, and which of
+many items a refusal is about.
+
+Invariant: nothing is acknowledged before the tracker has it, except for what it refuses for good,
+which is counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from async_grpo.observe.tracking.outbox import METRICS, Outbox, TrackedRun
+from async_grpo.observe.tracking.shown import shown
+from async_grpo.observe.tracking.sink import Gone, Point, Refused, TrackerSink
+from async_grpo.runtime.text import one_line
+
+EVERY = "tracking.metrics"
+"""The parameter of a run that says whether the tracker gets all metrics."""
+_CALL_PAIRS, _CALL_POINTS = 100, 900
+
+
+class Delivery:
+    """Sends an outbox to trackers of a `kind` until `stop()`, which is asked between calls; for one
+    thread.
+    """
+
+    def __init__(
+        self, outbox: Outbox, kind: type[TrackerSink], stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._outbox, self._kind, self._stop = outbox, kind, stop
+        self._sinks: dict[str | None, TrackerSink] = {}
+        self.refused = 0
+        """Points, parameters and others that were refused for good, and lines that are no rows."""
+        self.refusal = ""
+        """Why the last one was refused."""
+
+    def sink(self, run: TrackedRun) -> TrackerSink:
+        """Return the tracker that the run goes to."""
+        if run.uri not in self._sinks:
+            self._sinks[run.uri] = self._kind(run.uri, self._outbox.run_dir)
+        return self._sinks[run.uri]
+
+    def connect(self, run: TrackedRun) -> str:
+        """Create or continue the run, and return its id. Its status goes before all else, to be
+        right even if time runs out.
+        """
+        sink, asked = self.sink(run), run.asked
+        if run.run_id is not None and run.told == asked:
+            return run.run_id
+        self._outbox.save()  # its key is on the disk before there is a run with it
+        run_id = run.run_id or sink.start(run)
+        try:
+            sink.set_status(run_id, run.status, run.ended)
+        except Gone:  # another server than before, or a run that somebody deleted
+            self._outbox.forget(run)
+            run_id = sink.start(run)
+            sink.set_status(run_id, run.status, run.ended)
+        if run.run_id is None:
+            pairs = list(run.parameters.items())
+            self._send_all(lambda some: sink.log(run_id, parameters=dict(some)), pairs, _CALL_PAIRS)
+            run.run_id = run_id
+        pairs = list(run.tags.items())
+        self._send_all(lambda some: sink.log(run_id, tags=dict(some)), pairs, _CALL_PAIRS)
+        run.told = asked  # what was set meanwhile is sent the next time
+        self._outbox.save()
+        return run_id
+
+    def send(self, *, earlier: bool = True) -> None:
+        """Send what the tracker does not have, the newest run first, then `earlier` ones.
+
+        Raises what the tracker raises, except for what it refuses for good.
+        """
+        for run in reversed(self._outbox.runs[0 if earlier else -1 :]):
+            run_id = self.connect(run)
+            try:
+                for part in (self._send_rows, self._send_samples, self._send_todo):
+                    if self._stop():
+                        return
+                    part(self.sink(run), run, run_id)
+            except Gone:
+                run.told = 0  # `connect` is to find out whether the run is gone
+                raise
+        self._outbox.save(sometimes=True)
+
+    def _send_rows(self, sink: TrackerSink, run: TrackedRun, run_id: str) -> None:
+        every = run.parameters.get(EVERY) == "all"
+        while not self._stop() and (lines := self._outbox.lines(run)):
+            points = [point for line in lines for point in self._points(line, every=every)]
+            self._send_all(lambda some: sink.log(run_id, points=some), points, _CALL_POINTS)
+            self._outbox.has_rows(run, lines)
+
+    def _send_samples(self, sink: TrackerSink, run: TrackedRun, run_id: str) -> None:
+        rows, position = self._outbox.samples(run)
+        if rows:
+            self._send_all(lambda _: sink.show_samples(run_id, rows), [rows])
+        run.samples.sent = position
+
+    def _send_todo(self, sink: TrackerSink, run: TrackedRun, run_id: str) -> None:
+        def send(items: list[dict[str, str]]) -> None:
+            [item] = items
+            path = self._outbox.run_dir / item.get("path", "")
+            if "model" in item:
+                sink.register(run_id, item["model"], item["place"])
+            elif path.exists():
+                sink.put(run_id, path, item["place"])
+
+        while run.todo and not self._stop():
+            item = run.todo[0]
+            self._send_all(send, [item])
+            self._outbox.has_item(run, item)
+
+    def _points(self, line: bytes, *, every: bool) -> list[Point]:
+        try:
+            row = json.loads(line)
+            step, when = row.pop("step"), round(row.pop("time") * 1000)
+            values = {key: float(value) for key, value in row.items() if value is not None}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")
+            return []
+        names = {key: shown(key, value, every=every) for key, value in values.items()}
+        return [Point(name, values[key], when, step) for key, name in names.items() if name]
+
+    def _send_all(self, send: Callable[[list[Any]], None], items: list[Any], most: int = 1) -> None:
+        """Send at most so many items at once; on a refusal all but those that are to blame."""
+        for begin in range(0, len(items), most):
+            some = items[begin : begin + most]
+            try:
+                send(some)
+            except Refused as error:
+                if len(some) == 1:
+                    self._refuse(str(error))
+                else:
+                    self._send_all(send, some, (len(some) + 1) // 2)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused, self.refusal = self.refused + 1, reason

@@ -1,0 +1,345 @@
+"""A tracker is one class: what MLflow gets goes to another one through the same delivery, across
+kills and restarts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.observe.tracking.sink import Gone, Point, Refused, RunFacts, TrackingError
+from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.tools.report.sync import sync
+from tests.support.mlflow_server import WITHIN_S, _tracker, _until
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = "folder_sent.json"
+
+
+class Folder:
+    """A tracker whose server is a folder: one of its own per run, with a CSV file of points.
+
+    A file `away` in it stands for a server that does not answer.
+    """
+
+    title = "Folder"
+
+    def __init__(self, uri: str | None, run_dir: Path) -> None:
+        self.address = uri or str(run_dir / "folder")
+
+    def where(self) -> str:
+        return f" in {self.address}"
+
+    def start(self, run: RunFacts) -> str:
+        place = Path(self.address) / run.experiment / run.key
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "name").write_text(run.name)
+        return f"{run.experiment}/{run.key}"
+
+    def set_status(self, run_id: str, status: str, ended: int | None) -> None:
+        (self._run(run_id) / "status").write_text(status)
+
+    def log(
+        self,
+        run_id: str,
+        *,
+        parameters: dict[str, str] | None = None,
+        tags: dict[str, str] | None = None,
+        points: Sequence[Point] = (),
+    ) -> None:
+        run = self._run(run_id)
+        if any(point.name == "refused" for point in points):
+            raise Refused("no such metric, please")
+        with open(run / "calls", "a") as calls:
+            calls.write(f"{sorted({point.step for point in points})}\n" if points else "")
+        for kind, pairs in (("parameter", parameters), ("tag", tags)):
+            for name, value in (pairs or {}).items():
+                (run / f"{kind} {name}").write_text(value)
+        known = {tuple(row) for row in _points(run)}
+        with open(run / "points.csv", "a", newline="") as file:
+            rows = [tuple(map(str, point)) for point in points]
+            csv.writer(file).writerows(row for row in rows if row not in known)
+
+    def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:
+        (self._run(run_id) / "samples").write_text(json.dumps(rows))
+
+    def put(self, run_id: str, path: Path, place: str) -> None:
+        target = self._run(run_id) / place
+        if path.is_dir():
+            shutil.copytree(path, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(path, target)
+
+    def register(self, run_id: str, model: str, place: str) -> None:
+        if "/" in model:
+            raise Refused(f"no slashes in {model}, please")
+        if (Path(self.address) / "no registry").exists():
+            raise ConnectionError("no registry")
+        (Path(self.address) / f"model {model}").write_text(f"{run_id}/{place}")
+
+    def _run(self, run_id: str) -> Path:
+        if (Path(self.address) / "away").exists():
+            raise ConnectionError("away")
+        if not (run := Path(self.address) / run_id).is_dir():
+            raise Gone(run_id)
+        return run
+
+
+def _points(run: Path) -> list[list[str]]:
+    path = run / "points.csv"
+    return list(csv.reader(path.open(newline=""))) if path.exists() else []
+
+
+def _history(run: Path) -> list[tuple[int, float]]:
+    return [(int(step), float(value)) for name, value, _, step in _points(run) if name == "score"]
+
+
+def _folder(run_dir: Path, tracker: Tracker) -> Path:
+    return run_dir / "folder" / str(tracker.run_id)
+
+
+def _run(run_dir: Path, step: int, **options: Any) -> Tracker:
+    """One start of a run that logs one step and ends."""
+    tracker = _tracker(run_dir, kind=Folder, **options)
+    tracker.start()
+    tracker.log(step, {"score": step / 10})
+    tracker.finish("FINISHED")
+    assert (tracker.errors, tracker.unsent) == (0, 0)
+    return tracker
+
+
+def test_another_tracker_gets_what_mlflow_gets(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "hf").mkdir()
+    tracker = _tracker(tmp_path, kind=Folder)
+    assert tracker.uri == str(tmp_path / "folder")
+    tracker.start()
+    tracker.log(1, {"score": 0.5, "replay/ready": 3.0, "train/rho": 1.0})
+    tracker.log_samples([{"prompt": "1+1=", "response": "2"}])
+    tracker.tag("note", "fine")
+    tracker.log_artifact(tmp_path / "hf", name="model", register="adder")
+    tracker.finish("FINISHED")
+    run = _folder(tmp_path, tracker)
+    assert (run / "status").read_text() == "FINISHED"
+    assert {name for name, *_ in _points(run)} == {"score", "watch/replay/ready"}
+    assert (run / "parameter run.name").read_text() == "tracked"
+    assert (run / "tag note").read_text() == "fine"
+    assert json.loads((run / "samples").read_text()) == [{"prompt": "1+1=", "response": "2"}]
+    assert (run / "config.yaml").read_text() == "seed: 0\n" and (run / "model").is_dir()
+    model = (tmp_path / "folder" / "model adder").read_text()
+    assert model == f"{tracker.run_id}/model"
+    assert tracker.ready() == [f"Folder: run {tracker.run_id} in {tmp_path / 'folder'}"]
+
+
+def test_a_resumed_run_sends_what_comes_after_the_offset(tmp_path: Path) -> None:
+    first = _run(tmp_path, 1)
+    run = _folder(tmp_path, first)
+    [entry] = json.loads((tmp_path / STATE).read_text())
+    assert entry["metrics"]["sent"] == (tmp_path / "metrics.jsonl").stat().st_size
+    second = _run(tmp_path, 2, resume=first.run_id)
+    assert second.run_id == first.run_id and _history(run) == [(1, 0.1), (2, 0.2)]
+    assert (run / "calls").read_text().splitlines() == ["[1]", "[2]"]
+    assert sync(tmp_path, Folder)[0] == "0 rows sent"
+
+
+def test_a_killed_run_is_completed_from_its_offset(tmp_path: Path) -> None:
+    program = f"""
+import os
+from pathlib import Path
+from tests.observe.test_trackers import Folder
+from tests.support.mlflow_server import _tracker, _until
+place = Path({str(tmp_path)!r})
+tracker = _tracker(place, kind=Folder)
+tracker.start()
+tracker.log(1, {{"score": 0.1}})
+_until(lambda: tracker.unsent == 0, "the first row is sent")
+(place / "folder" / "away").touch()
+tracker.log(2, {{"score": 0.2}})
+print(tracker.run_id, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        cwd=ROOT,
+        timeout=WITHIN_S,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL
+    run = tmp_path / "folder" / done.stdout.strip()
+    assert (run / "status").read_text() == "RUNNING" and _history(run) == [(1, 0.1)]
+    with pytest.raises(TrackingError, match=r"Folder at .* did not take everything .*away"):
+        sync(tmp_path, Folder)
+    (tmp_path / "folder" / "away").unlink()
+    assert sync(tmp_path, Folder)[-1].endswith("is complete: KILLED")
+    assert (run / "status").read_text() == "KILLED" and _history(run) == [(1, 0.1), (2, 0.2)]
+    before = (tmp_path / STATE).read_text()
+    assert sync(tmp_path, Folder)[0] == "0 rows sent" and (tmp_path / STATE).read_text() == before
+
+
+def test_a_run_that_the_tracker_lost_is_sent_again(tmp_path: Path) -> None:
+    first = _run(tmp_path, 1)
+    shutil.rmtree(_folder(tmp_path, first))
+    second = _run(tmp_path, 2, resume=first.run_id)
+    run = _folder(tmp_path, second)
+    assert _history(run) == [(1, 0.1), (2, 0.2)]
+    assert (run / "parameter run.name").exists() and (run / "status").read_text() == "FINISHED"
+
+
+def test_a_run_resumed_in_another_directory_sends_its_own_rows(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    server = str(tmp_path / "folder")
+    first = _run(tmp_path / "one", 1, uri=server)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "two" / STATE).unlink()  # as where only checkpoint and files were taken along
+    second = _run(tmp_path / "two", 2, uri=server, resume=first.run_id)
+    run = Path(server) / str(second.run_id)
+    assert second.run_id == first.run_id
+    assert (run / "calls").read_text().splitlines() == ["[1]", "[2]"]
+
+
+def test_what_a_tracker_refuses_costs_nothing_else(tmp_path: Path) -> None:
+    tracker = _tracker(tmp_path, kind=Folder)
+    tracker.start()
+    (tmp_path / "hf").mkdir()
+    tracker.log(1, {"a": 1.0, "refused": 1.0, "score": 0.1, "z": 1.0})
+    tracker.log_artifact(tmp_path / "hf", name="model", register="a/b")
+    tracker.finish("FINISHED")
+    assert (tracker.errors, tracker.unsent) == (2, 0)
+    run = _folder(tmp_path, tracker)
+    assert {name for name, *_ in _points(run)} == {"a", "score", "z"}
+    assert (run / "model").is_dir() and json.loads((tmp_path / STATE).read_text())[0]["todo"] == []
+
+
+def test_a_registry_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    tracker = _tracker(tmp_path, kind=Folder)
+    tracker.start()
+    (tmp_path / "folder" / "no registry").touch()
+    tracker.log_artifact(tmp_path / "hf", name="model", register="adder")
+    _until(lambda: tracker.errors > 0, "it was asked")
+    tracker.finish("FINISHED")
+    [entry] = json.loads((tmp_path / STATE).read_text())
+    assert entry["todo"] == [{"model": "adder", "place": "model"}]
+    (tmp_path / "folder" / "no registry").unlink()
+    sync(tmp_path, Folder)
+    assert (tmp_path / "folder" / "model adder").exists()
+
+
+@pytest.mark.parametrize("line", ["[1]", "{", '{"step": 1}', '{"step": 1, "time": 2, "a": "b"}'])
+def test_a_line_that_is_no_row_is_counted(tmp_path: Path, line: str) -> None:
+    _run(tmp_path, 1)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert sync(tmp_path, Folder)[-1].startswith(
+        "1 records were refused, the last one: a line of metrics.jsonl is not a row of metrics: "
+    )
+
+
+# ---- directories of before
+# --------------------------------------------------------------------------------------------------
+
+
+class Old(Folder):
+    """Has the runs of a directory from when MLflow was the only tracker."""
+
+    title = "MLflow"
+
+
+def _row(step: int) -> str:
+    return json.dumps({"step": step, "time": 1700000000.0 + step, "score": step / 10}) + "\n"
+
+
+def _old_entry(run_id: str | None, **values: Any) -> dict[str, Any]:
+    """An entry of `mlflow_sent.json` as it was then."""
+    return {
+        "uri": None,
+        "experiment": "grpo",
+        "name": "run",
+        "parameters": {"run.name": "tracked", "tracking.metrics": "main"},
+        "begin": 0,
+        "sent": 0,
+        "end": None,
+        "samples_begin": 0,
+        "samples_sent": 0,
+        "samples_end": None,
+        "run_id": run_id,
+        "parameters_sent": True,
+        "artifacts": [],
+        "places": {},
+        "tags": {"host": "one"},
+        "tags_sent": True,
+        "models": {},
+        "status": "RUNNING",
+        "status_sent": "RUNNING",
+        "created": 1700000000000,
+        "ended": None,
+        "key": "k" if run_id is None else run_id,
+    } | values
+
+
+def _of_before(run_dir: Path) -> tuple[Path, Path]:
+    """Two runs of a directory: one cut off after its second row of three, one with a row."""
+    rows = [_row(step) for step in (1, 2, 3, 4)]
+    ends = [len("".join(rows[:count])) for count in range(5)]
+    (run_dir / "metrics.jsonl").write_text("".join(rows))
+    (run_dir / "model").mkdir()
+    entries = [
+        _old_entry(
+            "cut",
+            sent=ends[2],
+            end=ends[3],
+            samples_end=0,
+            status="FAILED",
+            ended=1700000009000,
+            artifacts=["model"],
+            places={"model": "final"},
+            models={"adder": "final"},
+        ),
+        _old_entry("newest", begin=ends[3], sent=ends[4]),
+    ]
+    (run_dir / "mlflow_sent.json").write_text(json.dumps(entries))
+    for name in ("cut", "newest"):
+        (run_dir / "folder" / name).mkdir(parents=True)
+    return run_dir / "folder" / "cut", run_dir / "folder" / "newest"
+
+
+def test_a_directory_of_before_is_completed(tmp_path: Path) -> None:
+    cut, newest = _of_before(tmp_path)
+    assert sync(tmp_path, Old)[0] == "1 rows sent"
+    assert _history(cut) == [(3, 0.3)] and (cut / "status").read_text() == "FAILED"
+    assert (cut / "final").is_dir()
+    assert (tmp_path / "folder" / "model adder").read_text() == "cut/final"
+    assert _history(newest) == [] and (newest / "status").read_text() == "KILLED"
+    assert not (cut / "parameter run.name").exists(), "the tracker had them"
+
+
+def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
+    cut, newest = _of_before(tmp_path)
+    tracker = _tracker(tmp_path, kind=Old, resume="newest")
+    tracker.start()
+    tracker.log(5, {"score": 0.5})
+    tracker.finish("FINISHED")
+    assert (tracker.run_id, tracker.errors, tracker.unsent) == ("newest", 0, 0)
+    assert _history(newest) == [(5, 0.5)] and _history(cut) == [(3, 0.3)]
+    assert (newest / "tag host").read_text() == "one"
+    assert not (newest / "parameter run.name").exists()
+
+
+def test_a_run_of_before_without_its_parameters_is_found_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(_row(1))
+    entry = _old_entry(None, tags_sent=False, parameters_sent=False, status_sent=None)
+    (tmp_path / "mlflow_sent.json").write_text(json.dumps([entry]))
+    assert sync(tmp_path, Old)[-1].startswith("MLflow run grpo/k at ")
+    run = tmp_path / "folder" / "grpo" / "k"
+    assert _history(run) == [(1, 0.1)] and (run / "parameter run.name").read_text() == "tracked"
