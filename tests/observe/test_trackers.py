@@ -4,103 +4,28 @@ kills and restarts.
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_grpo.observe.tracking.sink import Gone, Point, Refused, RunFacts, TrackingError
+from async_grpo.observe.tracking.sink import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.tools.report.sync import sync
+from tests.support.folder_tracker import Folder, points_of
 from tests.support.mlflow_server import WITHIN_S, _tracker, _until
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = "folder_sent.json"
 
 
-class Folder:
-    """A tracker whose server is a folder: one of its own per run, with a CSV file of points.
-
-    A file `away` in it stands for a server that does not answer.
-    """
-
-    title = "Folder"
-
-    def __init__(self, uri: str | None, run_dir: Path) -> None:
-        self.address = uri or str(run_dir / "folder")
-
-    def where(self) -> str:
-        return f" in {self.address}"
-
-    def start(self, run: RunFacts) -> str:
-        place = Path(self.address) / run.experiment / run.key
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "name").write_text(run.name)
-        return f"{run.experiment}/{run.key}"
-
-    def set_status(self, run_id: str, status: str, ended: int | None) -> None:
-        (self._run(run_id) / "status").write_text(status)
-
-    def log(
-        self,
-        run_id: str,
-        *,
-        parameters: dict[str, str] | None = None,
-        tags: dict[str, str] | None = None,
-        points: Sequence[Point] = (),
-    ) -> None:
-        run = self._run(run_id)
-        if any(point.name == "refused" for point in points):
-            raise Refused("no such metric, please")
-        with open(run / "calls", "a") as calls:
-            calls.write(f"{sorted({point.step for point in points})}\n" if points else "")
-        for kind, pairs in (("parameter", parameters), ("tag", tags)):
-            for name, value in (pairs or {}).items():
-                (run / f"{kind} {name}").write_text(value)
-        known = {tuple(row) for row in _points(run)}
-        with open(run / "points.csv", "a", newline="") as file:
-            rows = [tuple(map(str, point)) for point in points]
-            csv.writer(file).writerows(row for row in rows if row not in known)
-
-    def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:
-        (self._run(run_id) / "samples").write_text(json.dumps(rows))
-
-    def put(self, run_id: str, path: Path, place: str) -> None:
-        target = self._run(run_id) / place
-        if path.is_dir():
-            shutil.copytree(path, target, dirs_exist_ok=True)
-        else:
-            shutil.copy(path, target)
-
-    def register(self, run_id: str, model: str, place: str) -> None:
-        if "/" in model:
-            raise Refused(f"no slashes in {model}, please")
-        if (Path(self.address) / "no registry").exists():
-            raise ConnectionError("no registry")
-        (Path(self.address) / f"model {model}").write_text(f"{run_id}/{place}")
-
-    def _run(self, run_id: str) -> Path:
-        if (Path(self.address) / "away").exists():
-            raise ConnectionError("away")
-        if not (run := Path(self.address) / run_id).is_dir():
-            raise Gone(run_id)
-        return run
-
-
-def _points(run: Path) -> list[list[str]]:
-    path = run / "points.csv"
-    return list(csv.reader(path.open(newline=""))) if path.exists() else []
-
-
 def _history(run: Path) -> list[tuple[int, float]]:
-    return [(int(step), float(value)) for name, value, _, step in _points(run) if name == "score"]
+    return [(int(step), float(value)) for name, value, _, step in points_of(run) if name == "score"]
 
 
 def _folder(run_dir: Path, tracker: Tracker) -> Path:
@@ -130,7 +55,7 @@ def test_another_tracker_gets_what_mlflow_gets(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     run = _folder(tmp_path, tracker)
     assert (run / "status").read_text() == "FINISHED"
-    assert {name for name, *_ in _points(run)} == {"score", "watch/replay/ready"}
+    assert {name for name, *_ in points_of(run)} == {"score", "watch/replay/ready"}
     assert (run / "parameter run.name").read_text() == "tracked"
     assert (run / "tag note").read_text() == "fine"
     assert json.loads((run / "samples").read_text()) == [{"prompt": "1+1=", "response": "2"}]
@@ -155,7 +80,8 @@ def test_a_killed_run_is_completed_from_its_offset(tmp_path: Path) -> None:
     program = f"""
 import os
 from pathlib import Path
-from tests.observe.test_trackers import Folder
+from tests.support.folder_tracker import Folder
+from tests.support.folder_tracker import Folder, points_of
 from tests.support.mlflow_server import _tracker, _until
 place = Path({str(tmp_path)!r})
 tracker = _tracker(place, kind=Folder)
@@ -217,7 +143,7 @@ def test_what_a_tracker_refuses_costs_nothing_else(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     assert (tracker.errors, tracker.unsent) == (2, 0)
     run = _folder(tmp_path, tracker)
-    assert {name for name, *_ in _points(run)} == {"a", "score", "z"}
+    assert {name for name, *_ in points_of(run)} == {"a", "score", "z"}
     assert (run / "model").is_dir() and json.loads((tmp_path / STATE).read_text())[0]["todo"] == []
 
 

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking import tracker as tracking
 from async_grpo.observe.tracking.files import flatten
-from async_grpo.observe.tracking.mlflow_sink import MlflowSink, check_server
+from async_grpo.observe.tracking.mlflow_sink import check_server
 from async_grpo.observe.tracking.outbox import Outbox
 from async_grpo.observe.tracking.sink import TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
@@ -35,7 +34,7 @@ from async_grpo.runtime import provenance
 from async_grpo.runtime.provenance import tags, write_code_state
 from async_grpo.tools.report.sync import sync
 from tests.support import verbs
-from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
+from tests.support.mlflow_server import WITHIN_S, Begins, Server, _config, _tracker, _until
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,22 +60,6 @@ HOSTILE = {
     "number": 3,
     "text": "2 + 2 = 4\n\u00e9\u6f22\U0001f600",
 }
-
-
-class Begins(MlflowSink):
-    """MLflow that takes a run's beginning, and while `silent` nothing else."""
-
-    silent = False
-
-    def log(self, run_id: str, **what: Any) -> None:
-        if self.silent and "points" in what:
-            raise ConnectionError("away")
-        super().log(run_id, **what)
-
-    def set_status(self, run_id: str, status: str, ended: int | None) -> None:
-        if self.silent and status != "RUNNING":
-            raise ConnectionError("away")
-        super().set_status(run_id, status, ended)
 
 
 def _rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
@@ -220,8 +203,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from tests.support.models import write_model
-from tests.support.mlflow_server import _tracker, _until
-from tests.observe.test_tracking import Begins
+from tests.support.mlflow_server import Begins, _tracker, _until
 tracker = _tracker(Path({str(tmp_path)!r}), uri={finished[0].uri!r}, kind=Begins)
 tracker.start()
 tracker.log(1, {{"score": 0.5}})

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.tracking.mlflow_sink import MlflowSink
@@ -52,6 +53,22 @@ def _until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {WITHIN_S:.0f} s: {what}"
         time.sleep(0.02)
+
+
+class Begins(MlflowSink):
+    """MLflow that takes a run's beginning, and while `silent` nothing else."""
+
+    silent = False
+
+    def log(self, run_id: str, **what: Any) -> None:
+        if self.silent and "points" in what:
+            raise ConnectionError("away")
+        super().log(run_id, **what)
+
+    def set_status(self, run_id: str, status: str, ended: int | None) -> None:
+        if self.silent and status != "RUNNING":
+            raise ConnectionError("away")
+        super().set_status(run_id, status, ended)
 
 
 class Server:

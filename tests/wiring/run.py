@@ -8,18 +8,19 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.observe.tracking import tracker as tracker_module
-from async_grpo.observe.tracking.outbox import TrackingError
+from async_grpo.observe.tracking.sink import Point, RunFacts, TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.run import running, summary
 from async_grpo.run import system as system_module
@@ -107,24 +108,33 @@ class Marks(Callback):
         (trainer.run_dir / "marked").touch()
 
 
-class Delivery:
-    """MLflow as the sender sees it: it takes everything, or is not there. `seen`: for which run."""
+class Sink:
+    """MLflow that takes everything, or is not `there`. `seen`: of which run; `charts`: points."""
 
-    refused, refusal = 0, ""
+    title = "MLflow"
+    seen: ClassVar[list[Any]]
+    charts: ClassVar[list[str]]
+    there = True
 
-    def __init__(self, outbox: Any, *, seen: list[Any], there: bool) -> None:
-        self._outbox, self._seen, self._there = outbox, seen, there
+    def __init__(self, uri: str | None, run_dir: Path) -> None:
+        self.address = "file:///nowhere"
 
-    def uri(self, entry: Any) -> str:
-        name = re.sub(r"-\d{8}-\d{6}$", "", entry.name)  # the time of the start
-        self._seen.append((entry.uri, entry.experiment, name))
-        return "file:///nowhere"
+    def where(self) -> str:
+        return ""
 
-    def connect(self) -> None:
-        if not self._there:
+    def start(self, run: RunFacts) -> str:
+        if not self.there:
             raise ConnectionError("refused")
+        name = re.sub(r"-\d{8}-\d{6}$", "", run.name)  # the time of the start
+        self.seen.insert(0, (run.uri, run.experiment, name))  # whenever the thread gets to it
+        return "id"
 
-    def send(self, *, earlier: bool = True) -> None: ...
+    def log(self, run_id: str, *, points: Sequence[Point] = (), **_: Any) -> None:
+        self.charts.extend(point.name for point in points)
+
+    def set_status(self, *_: Any) -> None: ...
+
+    show_samples = put = register = set_status
 
 
 @contextmanager
@@ -132,7 +142,8 @@ def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
     """Inside the block a trainer has a system that trains nothing, and no Ray. Gives the waits that
     were asked for. seen: gets what system, tracker and report were asked.
     """
-    artifact = Tracker.log_artifact
+    artifact, kind = Tracker.log_artifact, _sink()
+    kind.seen = seen
 
     def keep(tracker: Tracker, path: Path, **options: Any) -> None:
         seen.append((Path(path).name, options))
@@ -155,7 +166,7 @@ def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
             (tracker_module, "tags", dict),
             (launch, "write_report", lambda _: (seen.append("report"), (None, ""))[1]),
             (warm_start_cache, "ensure_warm_start", warm),
-            (tracker_module, "Delivery", _delivery(seen, there=True)),
+            (tracker_module, "Tracker", partial(Tracker, kind=kind)),
             (tracker_module, "SystemMetrics", lambda _: _metrics(seen)),
             (Tracker, "log_artifact", keep),
         ):
@@ -201,8 +212,8 @@ def _system(seen: list[Any], *, disk: bool) -> Any:
     return lambda config, facts, *, listener, **_: System(facts, listener, seen, disk=disk)
 
 
-def _delivery(seen: list[Any], *, there: bool) -> Any:
-    return lambda outbox, stop: Delivery(outbox, seen=seen, there=there)
+def _sink(*, there: bool = True) -> type[Sink]:
+    return type("Sink", (Sink,), {"seen": [], "charts": [], "there": there})
 
 
 def _metrics(seen: list[Any]) -> Any:
@@ -213,26 +224,27 @@ def _metrics(seen: list[Any]) -> Any:
 def unreached(config: Config) -> str:
     """What becomes of a run whose MLflow is not there."""
     Path(config.run.dir).mkdir(parents=True)
-    with mock.patch.object(tracker_module, "Delivery", _delivery([], there=False)):
-        tracker = Tracker(config, run_dir=Path(config.run.dir), resume_run_id=None)
-        try:
-            tracker.start()
-        except TrackingError:
-            return "the run does not begin"
-        finally:
-            tracker.finish("FINISHED")
+    tracker = Tracker(
+        config, run_dir=Path(config.run.dir), resume_run_id=None, kind=_sink(there=False)
+    )
+    try:
+        tracker.start()
+    except TrackingError:
+        return "the run does not begin"
+    finally:
+        tracker.finish("FINISHED")
     return "the run begins"
 
 
 def charts(config: Config) -> list[str]:
     """The metrics of a line that MLflow gets."""
-    line = {"step": 1, "time": 2.0, "train/entropy": 1.0, "train/abs_log_ratio": 1.0}
-    run_dir = Path(config.run.dir)
+    run_dir, kind = Path(config.run.dir), _sink()
     run_dir.mkdir(parents=True)
-    sender = Tracker(config, run_dir=run_dir, resume_run_id=None)._sender
-    assert sender is not None
-    points = sender._delivery.points(json.dumps(line).encode(), sender._entry)
-    return [point.key for point in points]
+    tracker = Tracker(config, run_dir=run_dir, resume_run_id=None, kind=kind)
+    tracker.start()
+    tracker.log(1, {"train/entropy": 1.0, "train/abs_log_ratio": 1.0})
+    tracker.finish("FINISHED")
+    return kind.charts
 
 
 def _other_model() -> str:

@@ -84,7 +84,6 @@ class Delivery:
             except Gone:
                 run.told = 0  # `connect` is to find out whether the run is gone
                 raise
-        self._outbox.save(sometimes=True)
 
     def _send_rows(self, sink: TrackerSink, run: TrackedRun, run_id: str) -> None:
         every = run.parameters.get(EVERY) == "all"
@@ -100,17 +99,15 @@ class Delivery:
         run.samples.sent = position
 
     def _send_todo(self, sink: TrackerSink, run: TrackedRun, run_id: str) -> None:
-        def send(items: list[dict[str, str]]) -> None:
-            [item] = items
-            path = self._outbox.run_dir / item.get("path", "")
-            if "model" in item:
-                sink.register(run_id, item["model"], item["place"])
-            elif path.exists():
-                sink.put(run_id, path, item["place"])
-
         while run.todo and not self._stop():
             item = run.todo[0]
-            self._send_all(send, [item])
+            try:
+                if "model" in item:
+                    sink.register(run_id, item["model"], item["place"])
+                elif (path := self._outbox.run_dir / item["path"]).exists():
+                    sink.put(run_id, path, item["place"])
+            except Refused as error:
+                self._refuse(str(error))
             self._outbox.has_item(run, item)
 
     def _points(self, line: bytes, *, every: bool) -> list[Point]:

@@ -58,8 +58,10 @@ no host but the tracking server.
 
 
 @contextmanager
-def _answers(*gone: str) -> Iterator[None]:
-    """Raise what MLflow's errors mean. gone: further codes of a run that is not there."""
+def _answers(*gone: str, failing: str = "") -> Iterator[None]:
+    """Raise what MLflow's errors mean. gone: further codes of a run that is not there. failing:
+    what a refusal begins with.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
@@ -68,7 +70,7 @@ def _answers(*gone: str) -> Iterator[None]:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", *gone):
             raise Gone(one_line(error)) from error
         if error.get_http_status_code() == 400:
-            raise Refused(one_line(error)) from error
+            raise Refused(failing + one_line(error)) from error
         raise
 
 
@@ -148,27 +150,21 @@ class MlflowSink:
 
     def register(self, run_id: str, model: str, place: str) -> None:
         """See `TrackerSink`."""
-        try:
-            with _answers():
-                self._register(run_id, model, place)
-        except Refused as error:
-            raise Refused(f"the model could not be registered as {model}: {error}") from error
-
-    def _register(self, run_id: str, model: str, place: str) -> None:
         from mlflow.exceptions import MlflowException
 
         client = self._client
-        try:
-            client.create_registered_model(model)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        versions = client.search_model_versions(f"run_id = '{run_id}'")
-        if all(version.name != model for version in versions):
-            run = client.get_run(run_id)
-            tags = {_RUN_KEY: run.data.tags[_RUN_KEY]}
-            source = f"{run.info.artifact_uri}/{place}"
-            client.create_model_version(model, source, run_id=run_id, tags=tags)
+        with _answers(failing=f"the model could not be registered as {model}: "):
+            try:
+                client.create_registered_model(model)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            versions = client.search_model_versions(f"run_id = '{run_id}'")
+            if all(version.name != model for version in versions):
+                run = client.get_run(run_id)
+                tags = {_RUN_KEY: run.data.tags[_RUN_KEY]}
+                source = f"{run.info.artifact_uri}/{place}"
+                client.create_model_version(model, source, run_id=run_id, tags=tags)
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
 import threading
 import time
@@ -31,7 +30,6 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _CONFIG = {"path": "config.yaml", "place": "config.yaml"}
 _READ_BYTES, _COUNT_BYTES = 64 << 10, 1 << 20
 _SAMPLE_ROWS, _SAMPLE_BYTES = 1000, 16 << 20
-_SAVE_EVERY_S = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a network file system without locks."""
 
@@ -100,7 +98,6 @@ class Outbox:
         self._title = title
         self._lock = threading.RLock()
         self._file: BinaryIO | None = None
-        self._saved = -math.inf
 
     def open(self, *, resumed: bool = False) -> None:
         """Lock the directory and read what the tracker has, unless that is done. Raises
@@ -198,10 +195,8 @@ class Outbox:
         with open(self.run_dir / SAMPLES, "rb") as file:
             file.seek(start)
             *lines, rest = file.read(limit - start).split(b"\n")
-        if (end := limit - len(rest)) <= part.sent:  # a line that is being written, or never was
-            return [], part.sent
         rows = lines[int(start > part.begin) :][-_SAMPLE_ROWS:]
-        return [json.loads(line) for line in rows], end
+        return [json.loads(line) for line in rows], limit - len(rest)
 
     def is_complete(self, run: TrackedRun) -> bool:
         """Whether the tracker has everything of this run, the status included."""
@@ -215,12 +210,13 @@ class Outbox:
         run.metrics.sent += sum(map(len, lines))
         self.rows_sent += len(lines)
         self.unsent -= len(lines)
-        self.save(sometimes=True)
+        self.save()
 
     def has_item(self, run: TrackedRun, item: dict[str, str]) -> None:
         """Note that the tracker has this of `todo`, or never will."""
         with self._lock:
             run.todo.remove(item)
+            self.save()
 
     def forget(self, run: TrackedRun) -> None:
         """Note that the tracker does not have this run (any more)."""
@@ -232,13 +228,10 @@ class Outbox:
 
     # ---- the files ----
 
-    def save(self, *, sometimes: bool = False) -> None:
-        """Write the file, unless the lock is another's by now; `sometimes`: every few seconds, as
-        what is sent twice after a crash changes nothing.
-        """
+    def save(self) -> None:
+        """Write the file, unless the lock is another's by now."""
         with self._lock:
-            early = sometimes and time.monotonic() < self._saved + _SAVE_EVERY_S
-            if self._file is None or early:
+            if self._file is None:
                 return
             temporary = self.state.with_suffix(".json.tmp")
             with open(temporary, "w", encoding="utf-8") as file:
@@ -246,7 +239,6 @@ class Outbox:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.state)
-            self._saved = time.monotonic()
 
     def close(self) -> None:
         """Write the file and release the lock; what a thread still sends is not noted."""

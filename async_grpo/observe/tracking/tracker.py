@@ -66,7 +66,7 @@ class Tracker:
         `resumed`, continues the one that the directory knows. tags: of the tracker's run. note:
         shows a line to the user.
         """
-        self._settings, self._resumed, self._note = config.tracking, resumed, note
+        self._tracking, self._resumed, self._note = config.tracking, resumed, note
         self._lock = threading.Lock()
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
         self._step, self._logged = 0, 0
@@ -110,7 +110,7 @@ class Tracker:
     def begin(self) -> None:
         """Begin to `start`; `ready` waits for it."""
         self._started_by = time.monotonic() + self._start_s
-        if self._settings.mlflow:
+        if self._tracking.mlflow:
             self._thread.start()
         if self._system is not None:
             self._system.start()
@@ -119,12 +119,12 @@ class Tracker:
         """Wait for the start and raise its error; return lines that say where to look at the run.
         check: called meanwhile; what it raises ends the wait.
         """
-        if not self._settings.mlflow:
+        if not self._tracking.mlflow:
             return []
         while not self._tried.wait(POLL_S):
             check()
             if time.monotonic() > self._started_by:
-                if not self._settings.offline_ok:
+                if not self._tracking.offline_ok:
                     self._failure = TimeoutError(f"no answer within {self._start_s:.0f} s")
                 break
         if isinstance(self._failure, TrackingError):
@@ -142,7 +142,7 @@ class Tracker:
         self._step = max(self._step, step)
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update((key, value if math.isfinite(value) else None) for key, value in metrics.items())
-        if self._settings.mlflow:
+        if self._tracking.mlflow:
             row |= {"tracking/errors": self.errors, "tracking/unsent": self.unsent}
         self._append(self._metrics, [row])
 
@@ -173,17 +173,17 @@ class Tracker:
     @property
     def run_id(self) -> str | None:
         """The tracker's id of the run; None until there is one, and with MLflow off."""
-        return self._outbox.runs[-1].run_id if self._settings.mlflow else None
+        return self._outbox.runs[-1].run_id if self._tracking.mlflow else None
 
     @property
     def uri(self) -> str | None:
         """The tracker's address; None with MLflow off."""
-        return self._sink.address if self._settings.mlflow else None
+        return self._sink.address if self._tracking.mlflow else None
 
     @property
     def unsent(self) -> int:
         """Rows of `metrics.jsonl` that the tracker has not acknowledged; 0 with MLflow off."""
-        return self._logged + self._outbox.unsent if self._settings.mlflow else 0
+        return self._logged + self._outbox.unsent if self._tracking.mlflow else 0
 
     @property
     def errors(self) -> int:
@@ -193,7 +193,7 @@ class Tracker:
     @property
     def summary(self) -> str | None:
         """Where the tracker's run is and how it fares, for a person; None with MLflow off."""
-        if not self._settings.mlflow:
+        if not self._tracking.mlflow:
             return None
         trouble = f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
         return self._where() + trouble
@@ -277,7 +277,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - counted and shown
             self._failures += 1
             before, self._last_error = self._last_error, one_line(error)
-            if not self._tried.is_set() and not self._settings.offline_ok:
+            if not self._tried.is_set() and not self._tracking.offline_ok:
                 self._failure = error
             elif not before:
                 self._note(
