@@ -418,8 +418,10 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
     tracker.start()
     tracker.log(1, {"score": 0.1})
     _until(
-        lambda: MlflowClient(server.uri).list_artifacts(tracker.run_id),
-        "everything is sent so far, config.yaml last",
+        lambda: (
+            tracker.unsent == 0 and MlflowClient(server.uri).list_artifacts(tracker.run_id) != []
+        ),
+        "everything is sent so far, row and config.yaml",
     )
     patience(1)
     server.stop_answering()

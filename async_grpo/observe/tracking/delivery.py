@@ -31,7 +31,8 @@ class Delivery:
     def __init__(
         self, outbox: Outbox, kind: type[TrackerSink], stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self._outbox, self._kind, self._stop = outbox, kind, stop
+        self._outbox, self._stop = outbox, stop
+        self._kind = kind
         self._sinks: dict[str | None, TrackerSink] = {}
         self.refused = 0
         """Points, parameters and others that were refused for good, and lines that are no rows."""

@@ -35,7 +35,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass
-class Part:
+class FilePart:
     """A run's part of a file, in bytes; an end of None is the file's end."""
 
     begin: int
@@ -47,8 +47,8 @@ class Part:
 class TrackedRun(RunFacts):
     """One run of a run directory: what the tracker is to have of it, and what it has."""
 
-    metrics: Part
-    samples: Part
+    metrics: FilePart
+    samples: FilePart
     tags: dict[str, str]
     run_id: str | None
     status: str = "RUNNING"
@@ -280,7 +280,7 @@ def _run_of(entry: dict[str, Any]) -> TrackedRun:
             "todo": [{"path": path, "place": place} for path, place in paths.items()]
             + [{"model": model, "place": place} for model, place in old["models"].items()],
         }
-    metrics, samples = Part(**entry.pop("metrics")), Part(**entry.pop("samples"))
+    metrics, samples = FilePart(**entry.pop("metrics")), FilePart(**entry.pop("samples"))
     return TrackedRun(metrics=metrics, samples=samples, **entry)
 
 

@@ -27,7 +27,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.delivery import EVERY, Delivery
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
 from async_grpo.observe.tracking.mlflow_sink import MlflowSink, package
-from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, Part, TrackedRun
+from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, FilePart, TrackedRun
 from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import tags, write_code_state
@@ -66,8 +66,8 @@ class Tracker:
         `resumed`, continues the one that the directory knows. tags: of the tracker's run. note:
         shows a line to the user.
         """
-        self._tracking, self._resumed, self._note = config.tracking, resumed, note
-        self._lock = threading.Lock()
+        self._tracking, self._resumed = config.tracking, resumed
+        self._note, self._lock = note, threading.Lock()
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
         self._step, self._logged = 0, 0
         self._full, self._finished = False, False
@@ -78,8 +78,8 @@ class Tracker:
             experiment=config.tracking.experiment,
             name=_run_name(config.run.name, run_dir),
             parameters={name: without_password(value) for name, value in settings.items()},
-            metrics=Part(self._metrics.size, self._metrics.size),
-            samples=Part(self._samples.size, self._samples.size),
+            metrics=FilePart(self._metrics.size, self._metrics.size),
+            samples=FilePart(self._samples.size, self._samples.size),
             tags=tags or {},
             run_id=resume_run_id,
         )
