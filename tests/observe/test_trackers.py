@@ -147,6 +147,19 @@ def test_what_a_tracker_refuses_costs_nothing_else(tmp_path: Path) -> None:
     assert (run / "model").is_dir() and json.loads((tmp_path / STATE).read_text())[0]["todo"] == []
 
 
+def test_how_a_run_ended_is_told_though_nothing_can_be_written(tmp_path: Path) -> None:
+    notes: list[str] = []
+    tracker = _tracker(tmp_path, kind=Folder, notes=notes)
+    tracker.start()
+    state = tmp_path / STATE
+    _until(lambda: json.loads(state.read_text())[0]["todo"] == [], "there is nothing to write")
+    state.with_suffix(".json.tmp").mkdir()  # in the way of what is written
+    tracker.log(1, {"score": 0.1})
+    tracker.finish("FINISHED")
+    assert (_folder(tmp_path, tracker) / "status").read_text() == "FINISHED"
+    assert notes[-1].startswith("Folder does not have all of this run: ")
+
+
 def test_a_registry_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     tracker = _tracker(tmp_path, kind=Folder)
@@ -186,7 +199,7 @@ def _row(step: int) -> str:
     return json.dumps({"step": step, "time": 1700000000.0 + step, "score": step / 10}) + "\n"
 
 
-def _old_entry(run_id: str | None, **values: Any) -> dict[str, Any]:
+def _old_entry(run_id: str, **values: Any) -> dict[str, Any]:
     """An entry of `mlflow_sent.json` as it was then."""
     return {
         "uri": None,
@@ -210,7 +223,7 @@ def _old_entry(run_id: str | None, **values: Any) -> dict[str, Any]:
         "status_sent": "RUNNING",
         "created": 1700000000000,
         "ended": None,
-        "key": "k" if run_id is None else run_id,
+        "key": run_id,
     } | values
 
 
@@ -264,8 +277,9 @@ def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_of_before_without_its_parameters_is_found_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(_row(1))
-    entry = _old_entry(None, tags_sent=False, parameters_sent=False, status_sent=None)
+    run = tmp_path / "folder" / "grpo" / "k"
+    run.mkdir(parents=True)
+    entry = _old_entry("grpo/k", key="k", parameters_sent=False)
     (tmp_path / "mlflow_sent.json").write_text(json.dumps([entry]))
     assert sync(tmp_path, Old)[-1].startswith("MLflow run grpo/k at ")
-    run = tmp_path / "folder" / "grpo" / "k"
     assert _history(run) == [(1, 0.1)] and (run / "parameter run.name").read_text() == "tracked"

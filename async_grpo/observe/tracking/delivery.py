@@ -52,7 +52,6 @@ class Delivery:
         sink, asked = self.sink(run), run.asked
         if run.run_id is not None and run.told == asked:
             return run.run_id
-        self._outbox.save()  # its key is on the disk before there is a run with it
         run_id = run.run_id or sink.start(run)
         try:
             sink.set_status(run_id, run.status, run.ended)

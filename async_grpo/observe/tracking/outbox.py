@@ -133,6 +133,7 @@ class Outbox:
             for part in (run.metrics for run in self.runs):
                 self.unsent += self._rows(part.sent, min(first, self._limit(METRICS, part.end)))
             self._file = file
+            self.save()  # a run's key is on the disk before there is a run with it
 
     def _joined(
         self, earlier: list[TrackedRun], new: TrackedRun | None, *, resumed: bool

@@ -27,7 +27,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.delivery import EVERY, Delivery
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
 from async_grpo.observe.tracking.mlflow_sink import MlflowSink, package
-from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, FilePart, TrackedRun
+from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, FilePart, Outbox, TrackedRun
 from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import tags, write_code_state
