@@ -81,16 +81,17 @@ def migrate(path: Path, option: str = "") -> Draft:
 
 def _of_before(path: Path) -> str:
     """Return a configuration of ours, of an earlier version, in the form of now; "" for any other
-    file.
+    file. Raises SetupError.
     """
     from async_grpo.config import yaml12
     from async_grpo.config.docs import settings
     from async_grpo.config.stored import answers, renewed
+    from async_grpo.tools.migrate.source import text_of
 
     try:
-        data, _ = yaml12.read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""  # which `read_source` says in words
+        data, _ = yaml12.read(text_of(path))
+    except yaml12.YamlError:
+        return ""  # no YAML at all, or what `read_source` says in words
     if not isinstance(data, dict) or not data.keys() <= settings().keys():
         return ""
     return yaml12.write(renewed(data)) if any(answers(data)) else ""

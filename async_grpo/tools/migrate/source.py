@@ -69,8 +69,7 @@ class Source:
 
 def read_source(path: Path) -> Source:
     """Read a file. Raises SetupError."""
-    shown = single_line(str(path))
-    text = _text(path, shown)
+    shown, text = single_line(str(path)), text_of(path)
     kind = _kind(path.suffix, text)
     line = CommandLine()
     if kind == "command":
@@ -90,7 +89,9 @@ def read_source(path: Path) -> Source:
     return Source(name, kind, values, line.program, left, frozenset(unresolved))
 
 
-def _text(path: Path, shown: str) -> str:
+def text_of(path: Path) -> str:
+    """Read a file of text. Raises SetupError."""
+    shown = single_line(str(path))
     try:
         found = path.stat()
         if stat.S_ISDIR(found.st_mode):
