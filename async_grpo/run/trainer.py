@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from async_grpo.cluster.placement import without_engines
 from async_grpo.config.load import load_settings, resolve
 from async_grpo.config.schema import Config
+from async_grpo.config.stored import renewed
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
@@ -116,7 +117,7 @@ class Trainer:
         """
         path = Path(path).expanduser().resolve()
         try:
-            settings = checkpoint.read(path)["config"]
+            settings = renewed(checkpoint.read(path)["config"])
         except checkpoint.CheckpointError as error:
             raise SetupError(str(error)) from error
         settings.setdefault("checkpoint", {})["resume"] = str(path)

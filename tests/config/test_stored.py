@@ -13,6 +13,7 @@ from async_grpo.config import yaml12
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare, training_digest
 from async_grpo.config.stored import read_settings, renewed
+from async_grpo.run.trainer import Trainer
 from tests.support.verbs import migrate
 
 RECORDED = Path(__file__).resolve().parents[1] / "data" / "recorded"
@@ -152,6 +153,14 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
     assert config.algorithm.clip_schedule.name == before["algorithm"]["clip_schedule"]["kind"]
     # what was computed at a2108c3, of these settings in their form of then
     assert training_digest(config).startswith("218420e07099e5b2")
+
+
+def test_a_trainer_from_a_checkpoint_of_before_has_its_settings(tmp_path: Path) -> None:
+    trainer = Trainer.from_checkpoint(
+        RECORDED / "ended" / "checkpoints" / "step_000004", [f"run.dir={tmp_path}"]
+    )
+    stored = read_settings(RECORDED / "ended" / "config.yaml")["algorithm"]
+    assert trainer.config.model_dump(mode="json")["algorithm"] == stored
 
 
 def test_an_option_that_a_run_has_not_stored_counts_as_unchanged(tmp_path: Path) -> None:

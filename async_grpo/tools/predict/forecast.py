@@ -225,7 +225,7 @@ def kind(config: Config) -> dict[str, Any]:
         "task": task,
         "rollout": rollout,
         "learner": learner,
-        "policy_loss": found["algorithm"]["policy_loss"],
+        "policy_loss": config.algorithm.policy_loss.name,
         "engine": cluster["engine"],
         "device": cluster["device"],
         "machine": [platform.node(), platform.machine(), os.cpu_count()],
