@@ -34,8 +34,8 @@ SECTIONS = {
         "Functions that are registered get one of these ([extending.md](extending.md)).",
         {
             "algo.losses": "Terms",
-            "algo.advantages": "Groups Options",
-            "algo.importance": "Ratios",
+            "algo.estimators": "Groups Options",
+            "algo.importance_modes": "Ratios",
             "algo.rewards": "ShapedResponse",
             "algo.filters": "GroupFacts",
         },
