@@ -133,7 +133,8 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, kind: str, traits: type[T], *, home: str = "") -> None:
-        self.kind, self._class, self._home = kind, traits, home
+        self.kind, self._home = kind, home
+        self._class = traits
         self._traits: dict[str, T] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
         self._own: set[str] = set()

@@ -53,6 +53,18 @@ class Chosen(Section):
     def _bare(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
 
+    @model_validator(mode="after")
+    def _plain(self) -> Chosen:
+        for key, value in self.values.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"`{key}` of {self.name} is of the type {type(value).__name__}; allowed are "
+                    "numbers, text, true, false, null, and lists and mappings of them."
+                ) from None
+        return self
+
     @model_serializer
     def written(self) -> str | dict[str, Any]:
         """Return the form of a file: the bare name where there are no options."""
@@ -80,7 +92,7 @@ class OneOf:
             return choice
         try:
             made = TypeAdapter(options).validate_json(json.dumps(choice.values), strict=True)
-        except (ValidationError, TypeError):
+        except ValidationError:
             return choice
         return Chosen.model_validate({"name": choice.name, **asdict(made)})
 

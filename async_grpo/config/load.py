@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
-from async_grpo.config.docs import Setting, settings, show, single_line, spelled
+from async_grpo.config.docs import Setting, options, settings, show, single_line, spelled
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
@@ -88,7 +88,7 @@ def _built(
     for key, told in answers(data):
         raise ConfigError(
             f"{_place(key, places, path)}: `{_dotted(key)}` is not a setting any more.\n"
-            f"Write {told}."
+            f"{told}. (`async-grpo migrate FILE` writes a whole file anew.)"
         )
     try:
         config = Config.model_validate(data)
@@ -162,6 +162,9 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
         # a copy: aliases in the file share their mapping
         node[key] = dict(inner) if isinstance(inner, dict) else {}
         node = node[key]
+    setting, before = settings().get(".".join(path)), node.get(path[-1])
+    if setting is not None and setting.kind and isinstance(before, dict) and "name" not in before:
+        value = {"name": value, **before} if isinstance(value, str) else value  # in either order
     node[path[-1]] = value
     for depth in range(1, len(path) + 1):
         places[path[:depth]] = f"override {show(text)}"
@@ -189,7 +192,7 @@ def _explain(
     first = problems[0]
     path = _at(first)
     more = len({_at(problem) for problem in problems}) - 1
-    place = places.get(tuple(str(part) for part in path if not isinstance(part, int)), file)
+    place = _place(tuple(str(part) for part in path if not isinstance(part, int)), places, file)
     if first["type"] in UNKNOWN_KEY:
         lines = [
             f"{place}: `{_dotted(path)}` is not a setting.",
@@ -250,7 +253,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     parent = ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     by_leaf: dict[str, list[str]] = {}
-    for name in known:
+    for name in (*known, *options()):
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     answer, elsewhere = part("peer_answer"), part("peer_names")
     peers: Mapping[str, str] = {} if elsewhere is None else elsewhere.PEERS
@@ -264,10 +267,10 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     )
     if not close or leaf in peers:
         for inner in (path, *_leaves(path, value)):
-            ours = peers.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
+            ours = spelled(peers.get(inner[-1], "")) or _one_home(by_leaf.get(inner[-1], []), path)
             if ours:
                 key = inner[-1] if inner == path else _dotted(inner)
-                return f"`{key}` is `{spelled(ours)}` here."
+                return f"`{key}` is `{ours}` here."
         close = difflib.get_close_matches(
             leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6
         )
@@ -289,7 +292,7 @@ def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
     """
     near = [name for name in homes if name.split(".")[0] == path[0]] or homes
     shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
-    return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""
+    return "` or `".join(map(spelled, shallow)) if 1 <= len(shallow) <= 2 else ""
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
@@ -313,7 +316,6 @@ def _dotted(path: Sequence[Any]) -> str:
 
 def _refuse_unused(config: Config, places: Mapping[tuple[str, ...], str], file: str) -> None:
     stored = Path(config.run.dir) / "config.yaml"  # a run that has begun goes on as it began
-    # `Path.is_file` raises for a name that is too long, which the lock refuses in words
     before = renewed(_read_file(stored)[0]) if os.path.isfile(stored) else {}
     overridden = {path for path, place in places.items() if place.startswith("override ")}
     found = list(unused(config, before=before, overridden=overridden))
@@ -416,9 +418,8 @@ _OF_A_RUN = ("status.json", "lock.json", "metrics.jsonl", "journal", "checkpoint
 
 def _is_stored(path: Path) -> bool:
     """Whether a start of a run wrote this file."""
-    return path.name == "config.yaml" and any(
-        os.path.exists(path.parent / name) for name in _OF_A_RUN
-    )
+    beside = (os.path.exists(path.parent / name) for name in _OF_A_RUN)
+    return path.name == "config.yaml" and os.path.isfile(path) and any(beside)
 
 
 def preflight_files(config: Config) -> None:

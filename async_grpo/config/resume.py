@@ -143,7 +143,7 @@ def training_digest(config: Config) -> str:
         for name, value in parts.items()
         if value is not _ABSENT and not known[name].kind
     }
-    plain |= digested(values["algorithm"])
+    plain |= digested(values)
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

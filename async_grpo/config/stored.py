@@ -37,113 +37,151 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def renewed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, complete or not, in the form of now; those in it already as they are."""
-    new = dict(settings)
-    if isinstance(algorithm := settings.get("algorithm"), Mapping):
+    """Return settings, complete or not, in the form of now; those in it already as they are, also
+    with keys of before beside them.
+    """
+    new, options = dict(settings), _inside(settings, "algorithm", "options")
+    algorithm, sync = settings.get("algorithm"), settings.get("weight_sync")
+    if isinstance(algorithm, Mapping):
         new["algorithm"] = _algorithm(algorithm)
-    options = _inside(settings, "algorithm", "options")
     custom = _inside(settings, "replay", "filter_groups", "custom")
-    if options and isinstance(custom, str):
+    if isinstance(custom, str) and _inside(options, custom):
         replay = settings["replay"]
-        groups = {**replay["filter_groups"], "custom": _chosen(custom, options.get(custom))}
+        groups = {**replay["filter_groups"], "custom": _chosen(custom, _inside(options, custom))}
         new["replay"] = {**replay, "filter_groups": groups}
-    if isinstance(sync := settings.get("weight_sync"), Mapping) and "senders" in sync:
+    if isinstance(sync, Mapping) and isinstance(sync.get("backend", "auto"), str):
         new["weight_sync"] = _weight_sync(sync, settings)
     return new
 
 
 def _algorithm(before: Mapping[str, Any]) -> dict[str, Any]:
-    gone = {*_LOSSES, "asymre_shift", "options"}
-    new = {key: value for key, value in before.items() if key not in gone}
-    options = before.get("options") or {}
-    loss, estimator = before.get("policy_loss"), before.get("adv_estimator")
+    new, options = dict(before), before.get("options")
+    loss, estimator = before.get("policy_loss", "ppo_clip"), before.get("adv_estimator", "grpo")
     if isinstance(loss, str):
-        own = before.get(loss) if loss in _LOSSES else options.get(loss)
-        new["policy_loss"] = _chosen(loss, own)
+        own = before.get(loss) if loss in _LOSSES else _inside(options, loss)
+        new = {key: value for key, value in new.items() if key not in _LOSSES}
+        if "policy_loss" in before:
+            new["policy_loss"] = _chosen(loss, own)
     if isinstance(estimator, str):
-        shift = {"shift": before["asymre_shift"]} if "asymre_shift" in before else None
-        own = shift if estimator == "asymre" else options.get(estimator)
-        new["adv_estimator"] = _chosen(estimator, own)
-    if isinstance(schedule := before.get("clip_schedule"), Mapping) and "name" not in schedule:
-        kind = schedule.get("kind", "constant")
+        shift = new.pop("asymre_shift", None)
+        own = _inside(options, estimator)
+        if estimator == "asymre":
+            own = None if shift is None else {"shift": shift}
+        if "adv_estimator" in before:
+            new["adv_estimator"] = _chosen(estimator, own)
+    schedule = before.get("clip_schedule")
+    if isinstance(schedule, Mapping) and "kind" in schedule and "name" not in schedule:
         own = {key: value for key, value in schedule.items() if key != "kind"}
-        new["clip_schedule"] = _chosen(kind, own if kind != "constant" else None)
+        kind = schedule["kind"]
+        new["clip_schedule"] = kind if kind == "constant" else _chosen(kind, own)
     importance = before.get("importance")
     if isinstance(importance, Mapping) and isinstance(mode := importance.get("mode"), str):
-        new["importance"] = {**importance, "mode": _chosen(mode, options.get(mode))}
+        new["importance"] = {**importance, "mode": _chosen(mode, _inside(options, mode))}
     if isinstance(shapings := before.get("reward_shaping"), list):
         new["reward_shaping"] = [
-            _chosen(one, options.get(one)) if isinstance(one, str) else one for one in shapings
+            _chosen(one, _inside(options, one)) if isinstance(one, str) else one for one in shapings
         ]
     if "rejection" in before:
         new["rejection"] = rejection_rules(before["rejection"])
+    new.pop("options", None)
     return new
 
 
 def _weight_sync(sync: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     new = {key: value for key, value in sync.items() if key != "senders"}
-    backend, senders = sync.get("backend", "auto"), {"senders": sync["senders"]}
-    elsewhere = (
-        _inside(settings, "cluster", "device") == "cpu"
-        or _inside(settings, "cluster", "layout") == "colocated"
-    )
-    meant = backend == "auto" and sync["senders"] != "auto" and not elsewhere
-    if backend == "nccl" or meant:
-        new["backend"] = _chosen("nccl", senders)
+    senders = sync.get("senders", "auto")
+    on_gpus = _inside(settings, "cluster", "device") == "cuda"
+    apart = _inside(settings, "cluster", "layout") == "split"
+    meant = sync.get("backend", "auto") == "auto" and senders != "auto" and on_gpus and apart
+    if "senders" in sync and (sync.get("backend") == "nccl" or meant):
+        new["backend"] = _chosen("nccl", {"senders": senders})
     return new
 
 
-def _chosen(name: str, options: Mapping[str, Any] | None) -> str | dict[str, Any]:
-    return {"name": name, **options} if options else name
+def _chosen(name: Any, options: Any) -> Any:
+    return {"name": name, **options} if isinstance(options, Mapping) and options else name
 
 
 def answers(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Find the keys of before in what a user wrote: the path of each, and what to write now."""
+    """Find the keys of before in what a user wrote: the path of each, and what to do about it."""
     algorithm = _inside(settings, "algorithm")
     algorithm = algorithm if isinstance(algorithm, Mapping) else {}
     for name in (name for name in _LOSSES if name in algorithm):
-        yield ("algorithm", name), _told("policy_loss", name, algorithm[name])
+        told = _told(algorithm, "policy_loss", name, algorithm[name])
+        yield ("algorithm", name), told
     if "asymre_shift" in algorithm:
         shift = {"shift": algorithm["asymre_shift"]}
-        yield ("algorithm", "asymre_shift"), _told("adv_estimator", "asymre", shift)
+        yield ("algorithm", "asymre_shift"), _told(algorithm, "adv_estimator", "asymre", shift)
     schedule = algorithm.get("clip_schedule")
     if isinstance(schedule, Mapping) and "kind" in schedule:
-        own = {key: value for key, value in schedule.items() if key != "kind"}
-        told = _told("clip_schedule", schedule["kind"], own)
+        new = _algorithm({"clip_schedule": schedule})["clip_schedule"]
+        told = f"Write `algorithm.clip_schedule: {yaml12.flow(new)}`"
         yield ("algorithm", "clip_schedule", "kind"), told
-    if isinstance(options := algorithm.get("options"), Mapping):
-        for name, own in options.items():
-            told = f"`{_flow(name, own)}` where {name} is chosen"
-            yield ("algorithm", "options", name), told
+    if "options" in algorithm:
+        options = algorithm["options"]
+        for name, own in options.items() if isinstance(options, Mapping) else ():
+            told = f"Write `{yaml12.flow(_chosen(name, own))}` where {name} is chosen"
+            yield ("algorithm", "options", str(name)), told
+        yield ("algorithm", "options"), "Leave it out"
     sync = _inside(settings, "weight_sync")
     if isinstance(sync, Mapping) and "senders" in sync:
-        told = f"`weight_sync.backend: {_flow('nccl', {'senders': sync['senders']})}`"
-        yield ("weight_sync", "senders"), told
+        senders = {"senders": sync["senders"]}
+        told = _told(sync, "backend", "nccl", senders, section="weight_sync")
+        yield ("weight_sync", "senders"), told if senders["senders"] != "auto" else "Leave it out"
 
 
-def _told(key: str, name: Any, options: Any) -> str:
-    return f"`algorithm.{key}: {_flow(name, options)}`"
+def _told(
+    around: Mapping[str, Any], key: str, name: str, options: Any, *, section: str = "algorithm"
+) -> str:
+    """Say what to write for the options of `name`, which `key` chooses, or something else."""
+    chosen = around.get(key, name)
+    if isinstance(chosen, str) and chosen not in (name, "auto"):
+        return f"Leave it out: it belongs to {name}, and `{section}.{key}` is {chosen}"
+    return f"Write `{section}.{key}: {yaml12.flow(_chosen(name, options))}`"
 
 
-def _flow(name: Any, options: Any) -> str:
-    """Return a choice as YAML on one line."""
-    return yaml12.flow(_chosen(name, options if isinstance(options, Mapping) else None))
-
-
-def digested(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices of a complete `algorithm` as settings by the names of before: digests that
-    runs have stored were made of these.
+def idle(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Find what `renewed` leaves out of settings because it has no effect: name of before, value;
+    without what is a default.
     """
+    algorithm = _inside(settings, "algorithm")
+    if not isinstance(algorithm, Mapping):
+        return
+    for name in (name for name in _LOSSES if algorithm.get("policy_loss") != name):
+        defaults, given = asdict(POLICY_LOSSES.options(name, {})), algorithm.get(name)
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            if defaults.get(key) != value:
+                yield f"algorithm.{name}.{key}", value
+    shift = algorithm.get("asymre_shift")
+    if shift not in (None, -0.1) and algorithm.get("adv_estimator") != "asymre":
+        yield "algorithm.asymre_shift", shift
+
+
+def digested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the choices of complete settings by the names of before: digests that runs have
+    stored were made of these. Different choices give different ones.
+    """
+    algorithm = settings["algorithm"]
     loss, loss_options = _parts(algorithm["policy_loss"])
     estimator, own = _parts(algorithm["adv_estimator"])
     mode, mode_options = _parts(algorithm["importance"]["mode"])
     shapings = [_parts(one) for one in algorithm["reward_shaping"]]
     schedule, narrowing = _parts(algorithm["clip_schedule"])
+    custom, custom_options = _parts(settings["replay"]["filter_groups"]["custom"] or "")
     defaults = {name: asdict(POLICY_LOSSES.options(name, {})) for name in _LOSSES}
     if loss in defaults:
         defaults[loss] |= loss_options
     shift = asdict(ESTIMATORS.options("asymre", own if estimator == "asymre" else {}))["shift"]
-    plugins = {loss: loss_options, estimator: own, mode: mode_options, **dict(shapings)}
+    options: dict[str, Any] = {}
+    for place, name, given in (
+        ("policy_loss", loss, {} if loss in defaults else loss_options),
+        ("adv_estimator", estimator, {} if estimator == "asymre" else own),
+        ("importance.mode", mode, mode_options),
+        *((f"reward_shaping.{index}", *one) for index, one in enumerate(shapings)),
+        ("custom", custom, custom_options),
+    ):
+        if given:
+            options[f"{place}: {name}" if options.get(name, given) != given else name] = given
     found = {
         "policy_loss": loss,
         "adv_estimator": estimator,
@@ -153,11 +191,7 @@ def digested(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         "clip_schedule.kind": schedule,
         "clip_schedule.rate": narrowing.get("rate", 1.0),
         "clip_schedule.floor": narrowing.get("floor", 0.0),
-        "options": {
-            name: options
-            for name, options in plugins.items()
-            if options and name not in (*_LOSSES, "asymre")
-        },
+        "options": options,
     }
     found |= {f"{name}.{key}": v for name, one in defaults.items() for key, v in one.items()}
     return {f"algorithm.{name}": value for name, value in found.items()}

@@ -173,9 +173,8 @@ def write(value: Any) -> str:
 
 def flow(value: Any) -> str:
     """`value` as YAML on one line, as an override takes it."""
-    if isinstance(value, str):
-        value = [value]  # whose brackets keep yaml's end of a document away
-        return flow(value)[1:-1]
+    if not isinstance(value, list | dict):
+        return flow([value])[1:-1]  # brackets keep yaml's end of a document away
     text = yaml.dump(
         value,
         Dumper=_Dumper,

@@ -8,8 +8,8 @@ weight-transfer engines, packed into buckets.
     no overlap:  stage = nothing
                  send  = gather bucket i + 1 while bucket i is broadcast, from rank 0
 
-Rank 0 sends everything, or (`weight_sync.senders`) each of W ranks the packs that are its own, over
-a group of its own with all engines, which take the packs in turn:
+Rank 0 sends everything, or (option `senders`) each of W ranks the packs that are its own, over a
+group of its own with all engines, which take the packs in turn:
 
     pack        0   1   2   3   4   5   ...      whole tensors, cut as vLLM cuts them
     of rank     0   1   2   0   1   2            W = 3: each stages and sends a third

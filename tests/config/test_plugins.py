@@ -115,6 +115,11 @@ def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["algorithm.policy_loss={name: sapo, tau_pso: 2.0}"],
             ["`algorithm.policy_loss.tau_pso` is not a setting", "`algorithm.policy_loss.tau_pos`"],
         ),
+        (
+            ["algorithm.policy_loss={name: sapo, tau_pos: !!timestamp 2024-01-01}"],
+            ["`tau_pos` of sapo is of the type date", "numbers, text"],
+        ),
+        (["algorithm.tau_pos=2"], ["`algorithm.policy_loss: {name: sapo, tau_pos: ...}` here"]),
         (["algorithm.policy_loss={tau_pos: 2.0}"], ["`algorithm.policy_loss.name` is missing"]),
         (["algorithm.policy_loss.kappa=2"], ["`algorithm.policy_loss.name` is missing"]),
         (
@@ -266,6 +271,13 @@ def test_two_modules_cannot_register_one_name() -> None:
         registry.register("ours")(first)
     with pytest.raises(ValueError, match="unknown thing 'z'; choose one of"):
         registry.function("z")
+
+
+@pytest.mark.parametrize("orders", [(0, 1), (1, 0)])
+def test_an_option_may_be_given_before_the_name(home: Path, orders: tuple[int, int]) -> None:
+    both = ["algorithm.policy_loss=sapo", "algorithm.policy_loss.tau_pos=2.0"]
+    config = load_config(home / "base.yaml", [both[index] for index in orders])
+    assert config.algorithm.policy_loss.values == {"tau_pos": 2.0, "tau_neg": 1.05}
 
 
 def test_an_option_cannot_be_called_as_what_chooses() -> None:

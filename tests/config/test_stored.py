@@ -12,12 +12,13 @@ import pytest
 from async_grpo.config import yaml12
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare, training_digest
-from async_grpo.config.stored import read_settings, renewed
+from async_grpo.config.stored import answers, read_settings, renewed
 from async_grpo.run.trainer import Trainer
 from tests.support.verbs import migrate
 
 RECORDED = Path(__file__).resolve().parents[1] / "data" / "recorded"
 BASE = ["run.total_steps=3", "model.path=some/model"]
+APART = {"device": "cuda", "layout": "split"}
 ALONE = {"kind": "constant", "rate": 1.0, "floor": 0.0}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # what was written before -> the same now, as sections of a file
@@ -80,8 +81,16 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weight_sync": {"backend": "auto"}},
     ),
     "senders, so NCCL": (
-        {"weight_sync": {"senders": "every_rank"}},
-        {"weight_sync": {"backend": {"name": "nccl", "senders": "every_rank"}}},
+        {"weight_sync": {"senders": "every_rank"}, "cluster": APART},
+        {"weight_sync": {"backend": {"name": "nccl", "senders": "every_rank"}}, "cluster": APART},
+    ),
+    "senders of what may be no NCCL": (
+        {"weight_sync": {"senders": "one"}, "cluster": {"device": "auto"}},
+        {"weight_sync": {}, "cluster": {"device": "auto"}},
+    ),
+    "what is no mapping": (
+        {"algorithm": {"policy_loss": "sapo", "sapo": 3, "options": [1]}},
+        {"algorithm": {"policy_loss": "sapo"}},
     ),
     "senders without effect": (
         {"weight_sync": {"backend": "auto", "senders": "one"}, "cluster": {"device": "cpu"}},
@@ -108,8 +117,23 @@ def test_settings_of_before_mean_the_same_now(form: str) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("algorithm.sapo.tau_pos=2.0", "`algorithm.policy_loss: {name: sapo, tau_pos: 2.0}`"),
+        ("algorithm.sapo.tau_pos=2.0", "Write `algorithm.policy_loss: {name: sapo, tau_pos: 2.0}`"),
         ("algorithm.asymre_shift=-0.3", "`algorithm.adv_estimator: {name: asymre, shift: -0.3}`"),
+        (
+            "algorithm={policy_loss: topr, sapo: {}}",
+            "Leave it out: it belongs to sapo, and `algorithm.policy_loss` is topr",
+        ),
+        (
+            "algorithm.clip_schedule={kind: constant, rate: 1.0, floor: 0.0}",
+            "Write `algorithm.clip_schedule: constant`",
+        ),
+        ("algorithm.clip_schedule={kind: null}", "Write `algorithm.clip_schedule: null`"),
+        ("algorithm.options={}", "Leave it out"),
+        (
+            "weight_sync={backend: ipc, senders: one}",
+            "Leave it out: it belongs to nccl, and `weight_sync.backend` is ipc",
+        ),
+        ("weight_sync.senders=auto", "Leave it out"),
         ("algorithm.clip_schedule.kind=harmonic", "`algorithm.clip_schedule: harmonic`"),
         (
             "algorithm.clip_schedule={kind: harmonic, rate: 0.5}",
@@ -126,7 +150,7 @@ def test_a_key_of_before_is_answered_with_what_to_write(
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "c.yaml", [*BASE, override])
     message = str(caught.value)
-    assert f'override "{override}"' in message and message.endswith(f"Write {told}.")
+    assert f'override "{override}"' in message and f"{told}. (`async-grpo migrate" in message
     assert "is not a setting any more" in message and len(message.splitlines()) == 2
 
 
@@ -153,6 +177,64 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
     assert config.algorithm.clip_schedule.name == before["algorithm"]["clip_schedule"]["kind"]
     # what was computed at a2108c3, of these settings in their form of then
     assert training_digest(config).startswith("218420e07099e5b2")
+
+
+def test_what_is_answered_for_a_whole_file_of_before_can_be_obeyed(tmp_path: Path) -> None:
+    """One answer after the other: what it says is done, until the file is one of now."""
+    data, _ = yaml12.read((RECORDED / "ended" / "config.yaml").read_text(encoding="utf-8"))
+    data["run"]["dir"] = str(tmp_path / "run")
+    wanted = renewed(data)
+    for _ in range(20):
+        found = next(iter(answers(data)), None)
+        if found is None:
+            break
+        (*parents, leaf), told = found
+        node = data
+        for key in parents:
+            node = node[key]
+        if told.startswith("Write `algorithm.clip_schedule: "):
+            data["algorithm"]["clip_schedule"] = told.removesuffix("`").rpartition(": ")[2]
+        else:
+            assert told.startswith("Leave it out"), told
+            del node[leaf]
+    assert data == wanted
+    (tmp_path / "c.yaml").write_text(yaml12.write(data), encoding="utf-8")
+    load_config(tmp_path / "c.yaml")
+
+
+def test_keys_of_both_forms_at_once_are_answered(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(
+        "run: {total_steps: 3}\nmodel: {path: m}\n"
+        "algorithm:\n  policy_loss: {name: sapo, tau_pos: 1.0}\n  sapo: {tau_pos: 2.0}\n"
+    )
+    with pytest.raises(ConfigError, match=r"`algorithm\.sapo` is not a setting any more"):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_different_choices_have_different_digests(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also where one name is registered for several kinds, or stands in a list twice."""
+    (tmp_path / "both.py").write_text(
+        "from dataclasses import dataclass\nfrom async_grpo.algo.catalog import *\n\n"
+        "@dataclass(frozen=True)\nclass Own:\n    x: float = 1.0\n\n"
+        "register_policy_loss('mine', options=Own)(lambda terms: terms)\n"
+        "register_estimator('mine')(lambda rewards, groups, options: rewards)\n"
+        "register_reward_shaping('mine', options=Own)(lambda reward, response, own: reward)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "c.yaml").write_text("algorithm: {plugins: [both], adv_estimator: mine}\n")
+    digests = [
+        training_digest(load_config(tmp_path / "c.yaml", [*BASE, *map("algorithm.".__add__, more)]))
+        for more in (
+            ["policy_loss={name: mine, x: 2}"],
+            ["policy_loss={name: mine, x: 3}"],
+            ["reward_shaping=[{name: mine, x: 2}, {name: mine, x: 1}]"],
+            ["reward_shaping=[{name: mine, x: 3}, {name: mine, x: 1}]"],
+            ["policy_loss={name: mine, x: 2}", "reward_shaping=[{name: mine, x: 3}]"],
+            ["policy_loss={name: mine, x: 3}", "reward_shaping=[{name: mine, x: 2}]"],
+        )
+    ]
+    assert len(set(digests)) == len(digests)
 
 
 def test_a_trainer_from_a_checkpoint_of_before_has_its_settings(tmp_path: Path) -> None:
@@ -187,4 +269,8 @@ def test_migrate_writes_a_file_of_before_in_the_form_of_now(
     assert migrate([str(old), "-o", str(new)]) == 0
     assert "an earlier version" in capsys.readouterr().err
     assert dump(load_config(new)) == dump(load_config(RECORDED / "ended" / "config.yaml"))
+    old.write_text("algorithm: {policy_loss: topr, sapo: {tau_pos: 2.0}, asymre_shift: -0.1}\n")
+    assert migrate([str(old)]) == 0
+    said = capsys.readouterr().out
+    assert "sapo.tau_pos: 2.0" in said and "asymre" not in said  # what is lost is named
     assert migrate([str(new)]) == 2  # nothing to do: it is one of ours already

@@ -253,7 +253,7 @@ def test_mlflow_holds_the_run(story):
     assert run.info.status == "FINISHED"
     assert (
         run.data.params["rollout.group_size"] == "4"
-        and run.data.params["algorithm.clip_schedule.name"] == "harmonic"
+        and run.data.params["algorithm.clip_schedule"] == "harmonic"
     )
     assert {
         point.step for point in client.get_metric_history(story["run_id"], "train/loss")

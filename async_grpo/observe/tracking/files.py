@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.docs import settings as known_settings
 from async_grpo.runtime.text import visible
 
 UNWRITTEN_BYTES = 16 << 20
@@ -44,10 +45,16 @@ class Lines:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten settings to dotted names and text, e.g. `learner.lr` -> `1e-06`."""
+    """Flatten settings to dotted names and text, e.g. `learner.lr` -> `1e-06`; the name of what is
+    chosen stands under the setting's own name, whether it has options or not.
+    """
     flat: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
+            known = known_settings().get(f"{prefix}{key}")
+            if known is not None and known.kind:
+                value = dict(value)
+                flat[f"{prefix}{key}"] = str(value.pop("name"))
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = "null" if value is None else str(value)

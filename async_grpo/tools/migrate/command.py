@@ -84,8 +84,8 @@ def _of_before(path: Path) -> str:
     file. Raises SetupError.
     """
     from async_grpo.config import yaml12
-    from async_grpo.config.docs import settings
-    from async_grpo.config.stored import answers, renewed
+    from async_grpo.config.docs import settings, show
+    from async_grpo.config.stored import answers, idle, renewed
     from async_grpo.tools.migrate.source import text_of
 
     try:
@@ -94,7 +94,10 @@ def _of_before(path: Path) -> str:
         return ""  # no YAML at all, or what `read_source` says in words
     if not isinstance(data, dict) or not data.keys() <= settings().keys():
         return ""
-    return yaml12.write(renewed(data)) if any(answers(data)) else ""
+    if not any(answers(data)):
+        return ""
+    left = [f"# without effect, left out: {name}: {show(value)}\n" for name, value in idle(data)]
+    return yaml12.write(renewed(data)) + "".join(left)
 
 
 def _write(text: str, source: Path, out: Path | None) -> None:

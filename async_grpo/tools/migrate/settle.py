@@ -202,5 +202,5 @@ def _names(sentence: str) -> Iterator[str]:
         )
         for name in options():
             setting, _, key = name.rsplit(".", 2)
-            if named == f"{setting}.{key}":
+            if named in (key, f"{setting}.{key}"):
                 yield name

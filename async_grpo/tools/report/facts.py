@@ -266,7 +266,9 @@ def _rewards(row: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+        named = [_plain(value["name"])] if "name" in value else []
+        rest = (f"{name} {_plain(part)}" for name, part in value.items() if name != "name")
+        return ", ".join([*named, *rest])
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value)
