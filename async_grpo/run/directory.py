@@ -24,7 +24,6 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import DirectoryTaken
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.resume import changes, find_checkpoint
 from async_grpo.run.preflight.run_check import Checked
@@ -71,8 +70,7 @@ class RunDirectory:
     def begin(self, config: Config, console: Console) -> None:
         """Write down the settings, and from now on the state that the console shows."""
         self._write(config)
-        begun = console.begin_run()
-        console.attach(StatusFile(self.path, begun, run=config.run.name))
+        console.begin_run(self.path, run=config.run.name)
 
     def begin_again(self, config: Config) -> None:
         """Write down the settings, and forget the metrics: of an earlier replay, while replays are

@@ -73,5 +73,5 @@ def _show(run_dir: Path, *, follow: bool) -> int:
             title=title,
         )
         if state.text:
-            screen.print(state.text, style=None if facts.get("exit_code") == 0 else "bold red")
+            screen.print(state.text, style="" if facts.get("exit_code") == 0 else "bold red")
     return 0

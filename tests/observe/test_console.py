@@ -15,10 +15,13 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.console.status_file import read_status
+from async_grpo.observe.console.timeline import read_timeline
 
 
 class Clock:
@@ -142,13 +145,20 @@ def test_phases_report_seconds_and_failures() -> None:
     ]
 
 
-def test_a_run_may_begin_inside_a_phase() -> None:
+def test_a_run_may_begin_inside_a_phase(tmp_path: Path) -> None:
     console = Console(io.StringIO())
     with console.phase("everything"):
-        progress = console.begin_run()
+        before = console.progress
+        console.begin_run(tmp_path, run="mine")
         with console.phase("inside"):
-            assert progress.facts()["phase"] == "inside"
-    assert console.progress is progress and progress.facts()["phase"] == "starting"
+            assert console.progress.facts()["phase"] == "inside"
+    assert console.progress is not before and console.progress.facts()["phase"] == "starting"
+    console.end(0, "")
+    assert read_status(tmp_path)["exit_code"] == 0
+    assert [event["text"] for event in read_timeline(tmp_path) if event["kind"] == "phase"] == [
+        "inside",
+        "everything",
+    ]
 
 
 def test_evaluations_and_checkpoints_print_no_step_line() -> None:
@@ -160,9 +170,10 @@ def test_evaluations_and_checkpoints_print_no_step_line() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import itertools, os, sys, time
 from async_grpo.observe.console.console import Console
-console = Console()
+seconds = {"clock": itertools.count().__next__} if sys.stdout.isatty() else {}
+console = Console(**seconds)  # on a terminal each step is drawn
 with console.phase("starting engines"):
     time.sleep(0.2)
 metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0,
@@ -180,8 +191,6 @@ for step in range(1, 31):
         while os.get_terminal_size(1).columns != int(sys.argv[2]):
             time.sleep(0.01)
         console.info("resized")
-    if step == 20:
-        console._screen.refresh()
     time.sleep(float(sys.argv[1]))
 console.summary("finished", [("accuracy", "37 % -> 91 %")])
 console.end(0, "")
@@ -234,7 +243,6 @@ console = Console()
 def fails():
     raise ValueError("in a thread")
 with console.phase("starting engines"):
-    console._screen.refresh()
     thread = threading.Thread(target=fails)
     thread.start()
     thread.join()
@@ -288,7 +296,7 @@ def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
 def test_the_traceback_of_a_script_that_dies_with_the_panel_on_is_shown() -> None:
     text, code = on_a_terminal(
         "from async_grpo.observe.console.console import Console\nc = "
-        "Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')"
+        "Console()\nc.logged(1, 2, {'time/step': 1.0})\nraise ValueError('unforeseen')"
     )
     assert code == 1 and "ValueError: unforeseen" in text
 

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.config.load import load_settings
 from async_grpo.config.schema import Config
-from async_grpo.config.yaml12 import read_settings
+from async_grpo.config.stored import read_settings
 from async_grpo.errors import DirectoryTaken, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.run.checkpoint import directory as checkpoint

@@ -21,7 +21,7 @@ import rich.console
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.console.panel import _headline, panel, sparkline
+from async_grpo.observe.console.panel import panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import (
     STATUS,
@@ -164,10 +164,8 @@ def test_the_status_tells_what_became_of_a_run(facts: dict[str, object]) -> None
 def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from "
-        "async_grpo.observe.console.console import Console; from "
-        "async_grpo.observe.console.status_file import StatusFile\n"
-        "console = Console(); console.attach(StatusFile(Path(sys.argv[1]), "
-        "console.begin_run(), run='mine'))\n"
+        "async_grpo.observe.console.console import Console\n"
+        "console = Console(); console.begin_run(Path(sys.argv[1]), run='mine')\n"
         "console.logged(1, 9, {'time/step': 1.0, 'rollout/score': 0.25})\n"
         "with console.phase('evaluating'): print('there', flush=True); time.sleep(60)"
     )
@@ -372,10 +370,42 @@ def test_commands_can_be_copied_where_a_name_has_spaces(facts: dict[str, object]
 
 
 def test_a_run_that_has_ended_is_not_expected_to_end(facts: dict[str, object]) -> None:
+    def one_line(facts: dict[str, object]) -> str:
+        return panel(facts, width=120, height=2, now=facts["written"]).plain
+
     under_way = facts | {"phase": "training", "eta_s": 7.0}
-    assert "ETA 0:07" in _headline(under_way, facts["written"], bar=0)
-    assert "ETA" not in _headline(under_way | {"exit_code": 0}, facts["written"], bar=0)
+    assert "ETA 0:07" in one_line(under_way)
+    assert "ETA" not in one_line(under_way | {"exit_code": 0})
     stopping = under_way | {"phase": "stopping: this step"}
     for code, said in ((None, True), (3, True), (0, False)):
         ended = stopping | ({} if code is None else {"exit_code": code})
-        assert ("stopping" in _headline(ended, facts["written"], bar=0)) is said
+        assert ("stopping" in one_line(ended)) is said
+
+
+def test_the_panel_shows_what_episodes_take() -> None:
+    progress = Progress()
+    progress.logged(1, 9, {"time/step": 1.0, "rollout/turns": 2.5, "rollout/environment_s": 0.25})
+    [line] = [
+        line.plain
+        for line in panel(progress.facts(), width=120, height=30, now=time.time()).renderables
+        if line.plain.startswith("episodes")
+    ]
+    assert line.split(None, 1)[1] == "2.5 turns   0.25 s in environments"
+
+
+def test_a_long_line_is_folded_where_there_is_room_and_cut_where_there_is_none() -> None:
+    progress = Progress()
+    progress.logged(1, 9, {"time/step": 1.0, "replay/ready": 7.0, "replay/in_flight": 9.0})
+    progress.say(kind="engines", text="add rollout actors " * 9)
+
+    def lines(width: int, height: int) -> list[str]:
+        drawn = panel(progress.facts(), width=width, height=height, now=time.time()).renderables
+        assert all(len(line.plain) <= width for line in drawn) and len(drawn) < height
+        return [line.plain for line in drawn]
+
+    at = lines(24, 40).index("queue     7 ready   9 in")
+    assert lines(24, 40)[at + 1] == "          flight"
+    assert "queue     7 ready   9 i…" in lines(24, 10)
+    verdict = " ".join(line[10:] for line in lines(80, 10)[-3:])
+    assert verdict.split() == ["add", "rollout", "actors"] * 9, "a verdict is always whole"
+    assert len(lines(9, 12)) == 11

@@ -15,26 +15,27 @@ from __future__ import annotations
 import math
 import re
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, TextIO
+from pathlib import Path
+from typing import Any, Self, TextIO
 
 import rich.console
 from rich.live import Live
 from rich.text import Text
 
-from async_grpo.observe.console.panel import panel, rate
+from async_grpo.observe.console.panel import known, panel
 from async_grpo.observe.console.progress import Progress
+from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.console.stderr import StderrLines, same_terminal
 from async_grpo.runtime.text import visible
 
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0
 _VERDICT_INTERVAL_S = 30.0
-_PLAIN_WIDTH, _NARROWEST = 120, 10
+_PLAIN_WIDTH, _PLAIN_HEIGHT, _NARROWEST = 120, 1000, 10
 _COPIED = re.compile(r"(?:^|[\s(])(?:~?/|\.{1,2}/|[a-z+]+:/|python -m )")
 """Where a path, an address or a command begins."""
 _LONG_PHASE_S = 60.0
@@ -55,16 +56,6 @@ _COLUMNS = (
 """Metrics of a step line and their text, in their order."""
 
 
-class RunRecord(Protocol):
-    """Keeps the progress of a run for others; see `status_file`."""
-
-    def event(self, kind: str, /, **facts: Any) -> None:
-        """Record an event of this kind."""
-
-    def close(self) -> None:
-        """Write the last state."""
-
-
 class Screen:
     """Prints to a stream, on a terminal with a panel at its end that is refreshed every second."""
 
@@ -79,6 +70,7 @@ class Screen:
             markup=False,
             emoji=False,
             width=None if self.terminal else _PLAIN_WIDTH,
+            height=None if self.terminal else _PLAIN_HEIGHT,
         )
         self._live: Live | None = None
         self._stderr: StderrLines | None = None
@@ -121,26 +113,17 @@ class Screen:
         if live is not None:
             live.stop()
 
-    def print(self, text: str, *, style: str | None = None) -> None:
-        """Print a line above the panel, on a terminal broken between words."""
-        for line in self.broken(visible(text)):
-            self.out.print(Text(line, style=style or ""), soft_wrap=True)
-
-    def broken(self, text: str, *, indent: int = 0) -> list[str]:
-        """Break a text into lines that fit beside `indent` characters. Off a terminal it stays as
-        it is; so does one with a path, an address or a command, which is there to be copied.
+    def print(self, text: str, *, style: str = "", head: str = "") -> None:
+        """Print a text above the panel, beside `head`. On a terminal it is broken between words,
+        but not where it has a path, an address or a command, which is there to be copied.
         """
-        if not self.terminal or _COPIED.search(text):
-            return [text]
-        width = max(_NARROWEST, self.out.width - indent)
-        return [
-            part
-            for line in text.split("\n")
-            for part in textwrap.wrap(
-                line, width, break_long_words=False, break_on_hyphens=False, tabsize=4
-            )
-            or [""]
-        ]
+        parts = [Text(visible(text), style, overflow="ignore")]  # a long word stays whole
+        if self.terminal and not _COPIED.search(text):
+            width = max(_NARROWEST, self.out.width - len(head))
+            parts = list(parts[0].wrap(self.out, width, tab_size=4))
+        for part in parts:
+            self.out.print(Text.assemble((head, "dim"), part), soft_wrap=True)
+            head = " " * len(head)
 
     def print_panel(self, facts: Mapping[str, Any], *, now: float, title: str = "") -> None:
         """Print the panel once, for good."""
@@ -150,7 +133,7 @@ class Screen:
     def _panel(
         self, facts: Mapping[str, Any], now: float, title: str
     ) -> rich.console.RenderableType:
-        width, height = self.out.size if self.terminal else (self.out.width, 1000)
+        width, height = self.out.size
         return panel(facts, width=width, height=height, now=now, title=title)
 
 
@@ -167,18 +150,14 @@ class Console:
         self._last_line = -math.inf
         self._said = ("", -math.inf)
         self._lock = threading.RLock()
-        self._record: RunRecord | None = None
+        self._record: StatusFile | None = None
         self.progress = Progress()
-        """What the panel shows, for a status file."""
+        """What the panel shows."""
 
-    def begin_run(self) -> Progress:
-        """Begin another run; return its progress, for a record."""
+    def begin_run(self, run_dir: Path, *, run: str) -> None:
+        """Begin another run, whose progress and events are kept in `run_dir` from now on."""
         self.progress = Progress()
-        return self.progress
-
-    def attach(self, record: RunRecord) -> None:
-        """Set the record of events."""
-        self._record = record
+        self._record = StatusFile(run_dir, self.progress, run=run)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
@@ -202,7 +181,7 @@ class Console:
             over.set()
             self.event("phase", begin=progress.leave(text), text=text, failed=failed)
             seconds = f"{'failed after ' if failed else ''}{self._clock() - started:.1f} s"
-            self._screen.print(f"{text} ... {seconds}", style="red" if failed else None)
+            self._screen.print(f"{text} ... {seconds}", style="red" if failed else "")
 
     def info(self, *texts: str) -> None:
         """Print each text as a line."""
@@ -239,7 +218,8 @@ class Console:
             self._screen.follow(lambda: self.progress.facts())
             self._screen.refresh()
         if last or not self._terminal:
-            self._screen.print(_step_line(step, total, metrics))
+            head = f"step {step:>{len(str(total))}}/{total}"
+            self._screen.print("  ".join([head, *known(metrics, _COLUMNS)]))
 
     def verdict(self, *, kind: str, text: str) -> None:
         """Show the bottleneck in the panel; off a terminal as a line, when it changes."""
@@ -262,15 +242,11 @@ class Console:
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Print a title and rows of a name and a text, which can be copied."""
-        screen = self._screen
-        screen.stop()
-        screen.print(title)
+        self._screen.stop()
+        self._screen.print(title)
         width = max((len(visible(name)) for name, _ in rows), default=0)
         for name, value in rows:
-            head = f"  {visible(name):{width}}   "
-            for line in screen.broken(visible(value), indent=len(head)):
-                screen.out.print(Text.assemble((head, "dim"), line), soft_wrap=True)
-                head = " " * len(head)
+            self._screen.print(value, head=f"  {visible(name):{width}}   ")
 
     def stopping(self) -> None:
         """Show that the run ends after this step, with a checkpoint; safe in a signal handler."""
@@ -288,20 +264,12 @@ class Console:
         if self._record is not None:
             self._record.close()
 
-    def _say(self, text: str, *, style: str | None = None) -> None:
+    def _say(self, text: str, *, style: str = "") -> None:
         self._screen.print(text, style=style)
         self.progress.note(text)
-        self.event("note", text=text, error=style is not None)
+        self.event("note", text=text, error=bool(style))
 
     def _remind(self, text: str, started: float, over: threading.Event) -> None:
         """Print a line a minute during a long phase."""
         while not over.wait(_LONG_PHASE_S):
             self._screen.print(f"{text} ... {self._clock() - started:.0f} s so far")
-
-
-def _step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for key, text in _COLUMNS:
-        if math.isfinite(value := metrics.get(key, math.nan)):
-            parts.append(text.format(value, rate=rate(value)))
-    return "  ".join(parts)

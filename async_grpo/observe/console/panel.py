@@ -8,8 +8,8 @@ more lines than it has; no text from a run can move the cursor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from rich.console import Console, Group
@@ -19,8 +19,8 @@ from async_grpo.runtime.text import visible
 
 WIDEST_TEXT, WIDEST = 110, 170
 """Columns: longer sentences are hard to read; bar and curves use the room of a wide terminal."""
-BAR_CELLS, CURVE_CELLS, HEADLINE_CELLS = 20, 64, 60
-"""Least cells of the bar, most of a curve, and what the headline has beside its bar."""
+LABEL_CELLS, BAR_CELLS, CURVE_CELLS, HEADLINE_CELLS = 10, 20, 64, 60
+"""Cells of a label, least of the bar, most of a curve; what the headline has beside its bar."""
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -54,12 +54,12 @@ _LINES = {
         ("replay/restarts", "{:.0f} queue restarts"),
     ),
     "weights": (
-        ("replay/live_version", "version {:.0f} live"),
+        ("replay/live_version", "version {:.0f} live for {age:.0f} s"),
         ("weights/until_live_s", "{:.2f} s to publish"),
         ("seconds_per_step", "{:.2f} s per step"),
     ),
 }
-"""Metrics of each line and their text; restarts only once there were some."""
+"""Metrics of each line and their text."""
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
@@ -90,6 +90,20 @@ def rate(value: float) -> str:
     return f"{value:.0f}"
 
 
+def known(
+    metrics: Mapping[str, float], columns: Iterable[tuple[str, str]], *, age: float = 0.0
+) -> list[str]:
+    """Write those of the columns, each a metric and its text, that have a value; restarts once
+    there were some. age: seconds since the newest publication.
+    """
+    return [
+        text.format(value, rate=rate(value), age=age)
+        for key, text in columns
+        if math.isfinite(value := metrics.get(key, math.nan))
+        and (value or not key.endswith("restarts"))
+    ]
+
+
 def panel(
     facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = ""
 ) -> Group | Text:
@@ -97,16 +111,17 @@ def panel(
     wide, width = max(1, min(width, WIDEST)), max(1, min(width, WIDEST_TEXT))
     if height < COMPACT_ROWS:
         return _fit(Text(_headline(facts, now, bar=0)), width)
-    narrow = width < 60
-    bar = 0 if narrow else max(BAR_CELLS, wide - HEADLINE_CELLS)
-    lines = [_fit(Text(_headline(facts, now, bar=bar), style="bold"), wide)]
+    lines = [_fit(Text(visible(title), style="dim"), width)] if title else []
+    bar = 0 if width < 60 else max(BAR_CELLS, wide - HEADLINE_CELLS)
+    lines.append(_fit(Text(_headline(facts, now, bar=bar), style="bold"), wide))
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (wide - 44) // 2))):
-        line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
+        room = max(1, (wide if label == "reward" else width) - LABEL_CELLS)
         folds = label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
-        fitted = _fit(line, wide if label == "reward" else width)
-        lines += _folded(line, width) if folds else [fitted]
-    if title:
-        lines.insert(0, _fit(Text(visible(title), style="dim"), width))
+        parts = Text(visible(text), style=style).wrap(
+            Console(width=room), room, no_wrap=not folds, overflow="fold" if folds else "ellipsis"
+        )
+        for head, part in zip_longest([label], parts, fillvalue=""):
+            lines.append(_fit(Text.assemble((f"{head:{LABEL_CELLS}}", "dim"), part), wide))
     return Group(*lines[: height - 1])
 
 
@@ -140,9 +155,9 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         curves.append(f"eval {curve} {accuracy:.1%} at step {step}")
     if curves:
         yield "reward" if facts["reward"] else "", "   ".join(curves), "green"
-    for label in _LINES:
-        parts = _weights(facts, now) if label == "weights" else _named(metrics, label)
-        if parts:
+    age = max(0.0, now - (facts["published_at"] or now))
+    for label, columns in _LINES.items():
+        if parts := known(metrics, columns, age=age):
             yield label, "   ".join(parts), ""
     if "quiet" in facts:
         yield "quiet", f"for {duration(now - facts['step_at'])}: {facts['quiet']}", "yellow"
@@ -151,33 +166,7 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         yield "verdict", verdict["text"], "" if quiet else "yellow"
 
 
-def _named(metrics: Mapping[str, float], label: str) -> list[str]:
-    return [
-        text.format(value, rate=rate(value))
-        for key, text in _LINES[label]
-        if (value := metrics.get(key)) is not None and (value or not key.endswith("restarts"))
-    ]
-
-
-def _weights(facts: Mapping[str, Any], now: float) -> list[str]:
-    parts = _named(facts["metrics"], "weights")
-    if "replay/live_version" in facts["metrics"] and facts["published_at"] is not None:
-        parts[0] += f" for {max(0.0, now - facts['published_at']):.0f} s"
-    return parts
-
-
 def _fit(line: Text, width: int) -> Text:
     """Cut the line at `width` columns."""
-    line.no_wrap, line.overflow = True, "ellipsis"
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def _folded(line: Text, width: int) -> list[Text]:
-    """Break the line into as many as it takes, continued under its text."""
-    indent = 10 if width > 40 else 0
-    parts = line[indent:].wrap(Console(width=width), max(1, width - indent))
-    return [
-        (Text(" " * indent) if index else line[:indent]).append_text(part)
-        for index, part in enumerate(parts)
-    ]

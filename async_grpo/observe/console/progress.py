@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
+from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LearnerTime, spent
 
 WINDOW_S = 30.0
 CURVE_POINTS = 120
@@ -26,36 +26,6 @@ NOTES = 5
 QUIET_S = 10.0
 """So long, and five times the usual, without a learner step: nobody knows what the rest takes."""
 
-SHOWN = (
-    "rollout/score",
-    "rollout/accuracy",
-    "rollout/response_length",
-    "rollout/truncated",
-    "train/lag_mean",
-    "train/lag_max",
-    "train/entropy",
-    "train/grad_norm",
-    "train/tokens_per_s",
-    "train/ess",
-    "time/learner_idle",
-    "replay/ready",
-    "replay/training",
-    "replay/in_flight",
-    "replay/waiting",
-    "replay/outstanding",
-    "replay/limit",
-    "replay/capacity",
-    "replay/live_version",
-    "weights/publications",
-    "weights/until_live_s",
-    "weights/engine_paused_s",
-    "cluster/rollout_actors",
-    "cluster/restarts",
-    "cluster/learner_restarts",
-    "replay/restarts",
-    "goodput/share",
-)
-"""Metrics of the last learner step that are kept."""
 BUSY = ("working", "evaluating")
 """Causes of an engine's time that are not idle."""
 
@@ -185,7 +155,7 @@ class Progress:
             self._rows.append((now - metrics["time/step"], step - 1, {}))
         self._step, self._step_at = step, now
         self._metrics = {
-            name: value for name in SHOWN if math.isfinite(value := metrics.get(name, math.nan))
+            name: float(value) for name, value in metrics.items() if math.isfinite(value)
         }
         if "rollout/score" in self._metrics:
             self._reward.add(self._metrics["rollout/score"])
@@ -193,13 +163,7 @@ class Progress:
             self._version, self._published = version, now
         elif "replay/live_version" in self._metrics:  # measured before the newest publication
             self._metrics["replay/live_version"] = self._version
-        kept = {
-            name: value
-            for name, value in metrics.items()
-            if name in ("goodput/generated", "rollout/response_tokens")
-            or name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
-        }
-        self._rows.append((now, step, kept))
+        self._rows.append((now, step, self._metrics))
         while len(self._rows) > 2 and self._rows[1][0] < now - WINDOW_S:
             self._rows.popleft()
 

@@ -21,7 +21,6 @@ import pytest
 
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.replay.resume import open_queue
 from async_grpo.run.trainer import Trainer
 from async_grpo.tools.report.data import ROWS, read_run
@@ -144,7 +143,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
         f"{{name: '{EVIL[:25]}'}}\n"
     )
     console = Console(open(directory / "log.txt", "w"))  # noqa: SIM115 - as long as the process lives
-    console.attach(StatusFile(directory, console.begin_run(), run="mine"))
+    console.begin_run(directory, run="mine")
     console.info("actor-1 died; actor-2 takes its place")
     console.logged(steps, steps, row(steps, start))
     console.published(50, 0.2)
