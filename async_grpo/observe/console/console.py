@@ -164,7 +164,7 @@ class Console:
         """Announce a phase of the start or the end, and print its seconds when it is over."""
         started, over = self._clock(), threading.Event()
         progress = self.progress  # another run may begin inside
-        progress.enter(text)
+        phase = progress.enter(text)
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
         else:
@@ -179,7 +179,8 @@ class Console:
             failed = False
         finally:
             over.set()
-            self.event("phase", begin=progress.leave(text), text=text, failed=failed)
+            progress.leave(phase)
+            self.event("phase", begin=phase[1], text=text, failed=failed)
             seconds = f"{'failed after ' if failed else ''}{self._clock() - started:.1f} s"
             self._screen.print(f"{text} ... {seconds}", style="red" if failed else "")
 

@@ -87,18 +87,17 @@ class Progress:
         known = {"evaluations", "step", "reward", "reward_stride"} <= facts.keys()
         self._earlier = facts if known else {}
 
-    def enter(self, text: str) -> None:
-        """Begin a phase of the start or the end; phases may be inside each other."""
+    def enter(self, text: str) -> tuple[str, float]:
+        """Begin a phase of the start or the end, maybe inside another; its text and begin."""
         with self._lock:
             self._phases.append((text, self._clock()))
+            return self._phases[-1]
 
-    def leave(self, text: str) -> float:
-        """End a phase; return when it began."""
+    def leave(self, phase: tuple[str, float]) -> None:
+        """End a phase that `enter` began."""
         with self._lock:
-            index = max(index for index, (name, _) in enumerate(self._phases) if name == text)
-            began = self._phases.pop(index)[1]
+            self._phases.remove(phase)
             self._phase_before = (self._phase_before[0], self._clock())
-            return began
 
     def serves(self) -> None:
         """Note that the start is over but for the first groups."""
