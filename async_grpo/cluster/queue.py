@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,9 @@ the more wait, the more rarely each looks.
 """
 TICKET_CALLS_PER_S = 250.0
 """The more actors wait, the longer each call does, so that no more than this come again."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
 CALL_TIMEOUT_S = 60.0
 REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""
@@ -186,10 +189,6 @@ class QueueProcess:
         """`metrics`, and the latest report of every rollout actor."""
         return QueueMetrics(await self._queue.metrics(), self._queue.reports())
 
-    async def reports(self) -> dict[str, ActorReport]:
-        """Return the latest report of every rollout actor."""
-        return self._queue.reports()
-
     async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
         """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
         ledger, now = self._queue.ledger, time.monotonic()
@@ -215,10 +214,19 @@ class DriverQueue:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.reports = ActorReports()
-        """Latest reports of all rollout actors; a restarted queue forgets those of dead ones."""
+        """Of all rollout actors, as of the newest `metrics`; a new queue forgets dead ones."""
         self._reading = 0
         """Calls under way for which the queue reads its journal, and answers nobody meanwhile."""
         self._read_until = 0.0
+
+    async def call(
+        self,
+        method: Callable[Concatenate[ReplayQueue, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call a method of the queue itself, such as `ReplayQueue.counts`."""
+        return await self._call(self._handle.call.remote(method.__name__, *args, **kwargs))
 
     async def get_batch(self, step: int) -> Batch | None:
         """Take the batch of a learner step, or None while the queue has none."""
@@ -231,29 +239,9 @@ class DriverQueue:
     async def metrics(self) -> dict[str, float]:
         """Metrics of the queue and of all rollout actors."""
         answer: QueueMetrics = await self._call(self._handle.full_metrics.remote())
-        self._take(answer.reports)
-        return answer.metrics | self.reports.metrics()
-
-    async def verifier_errors(self) -> dict[str, str]:
-        """Kinds of verifier errors so far, each with the text of its first error."""
-        self._take(await self._call(self._handle.reports.remote()))
-        return self.reports.verifier_errors()
-
-    def _take(self, reports: dict[str, ActorReport]) -> None:
-        for actor_id, report in reports.items():
+        for actor_id, report in answer.reports.items():
             self.reports.tell(actor_id, report)
-
-    async def tell(self, actor_id: str, report: ActorReport) -> None:
-        """Pass on the last report of an actor that is gone."""
-        await self._call(self._handle.call.remote("tell", actor_id, report))
-
-    async def live(self, version: int, digest: str) -> None:
-        """Declare that every engine serves a version."""
-        await self._call(self._handle.call.remote("live", version, digest))
-
-    async def counts(self) -> dict[str, int]:
-        """Count the group ids by state."""
-        return await self._call(self._handle.call.remote("counts"))
+        return answer.metrics | self.reports.metrics()
 
     async def digests(self) -> dict[int, str]:
         """Return the recorded digests of the weights, by version."""
@@ -273,37 +261,9 @@ class DriverQueue:
         """Take back the learner steps after `step`; a summary, and the new run epoch."""
         return await self._reads(self._handle.discard.remote(step, snapshot, why))
 
-    async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
-        """Return what became of these groups."""
-        return await self._call(self._handle.call.remote("history", group_ids))
-
-    async def held(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the tickets that each actor holds, as (group_id, attempt)."""
-        return await self._call(self._handle.call.remote("held"))
-
     async def opened(self, *, timeout_s: float) -> str | None:
         """Wait until the queue has read its journal; what it took over, in words."""
         return await self._call(self._handle.opened.remote(), timeout_s=timeout_s)
-
-    async def forfeit(self, actor_id: str) -> None:
-        """Take back all tickets of an actor that is gone."""
-        await self._call(self._handle.call.remote("forfeit", actor_id))
-
-    async def is_over(self) -> bool:
-        """Whether no group can be trained any more."""
-        return await self._call(self._handle.call.remote("is_over"))
-
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the state of the queue for a checkpoint."""
-        return await self._call(self._handle.call.remote("snapshot"))
-
-    async def forget(self, *, segment: int, step: int) -> None:
-        """Delete journal segments before `segment` that no step after `step` needs."""
-        await self._call(self._handle.call.remote("forget", segment=segment, step=step))
-
-    async def close(self, *, orderly: bool) -> None:
-        """Close the journal; in order, groups under way become unused."""
-        await self._call(self._handle.call.remote("close", orderly=orderly))
 
     async def _reads(self, reference: Awaitable[Any]) -> Any:
         """Await a call for which the queue reads its journal. Other calls have as much time until

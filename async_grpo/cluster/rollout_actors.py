@@ -45,6 +45,7 @@ from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.generation import Generated
 from async_grpo.runtime.listener import FailureHandler, RunListener, long_wait
@@ -275,7 +276,7 @@ class ActorManager:
         end = "is given up" if isinstance(error, TimeoutError) else "died"
         fault = f"{actor_id} on {engine.host} {end} ({told(error)})"
         self._listener.note(f"{fault}; its groups are issued again")
-        await self._client.forfeit(actor_id)
+        await self._client.call(ReplayQueue.forfeit, actor_id)
         slot = self._slots.get(engine.slot)
         node_id = None if slot is None else slot.node_id
         seen = await examine(self._config.run.dir, actor_id, error, node_id=node_id)
@@ -329,8 +330,8 @@ class ActorManager:
         try:
             await engine.run()
             slot = self._slots.get(engine.slot)
-            leaving = slot is None or slot.leaving
-            if not leaving and not self._stopping and not await self._client.is_over():
+            leaving = slot is None or slot.leaving or self._stopping
+            if not leaving and not await self._client.call(ReplayQueue.is_over):
                 await self.drop(
                     engine.actor_id, RunError("it stopped producing before the run was over")
                 )
@@ -492,7 +493,7 @@ class ActorManager:
             slot.filling.cancel()
         if self._lives(slot):
             self._alive.remove(slot.engine)
-            await self._client.forfeit(slot.engine.actor_id)
+            await self._client.call(ReplayQueue.forfeit, slot.engine.actor_id)
         if slot.engine in self._processes:
             self._processes.kill(slot.engine)
         self._slots.release(slot)

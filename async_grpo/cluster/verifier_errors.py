@@ -47,9 +47,8 @@ class VerifierErrors:
 
     async def tell(self) -> None:
         """Say the first error of every kind that is new, and how many there are now and then."""
-        errors = await self._queue.verifier_errors()
-        counts = self._queue.reports.metrics()
-        for kind, text in errors.items():
+        counts = await self._queue.metrics()
+        for kind, text in self._queue.reports.verifier_errors().items():
             metric = f"rollout/verifier_errors_{kind}"
             if kind not in self.told:
                 self.told[kind], self._next[kind] = text, AGAIN

@@ -47,6 +47,7 @@ from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.run.checkpoint.directory import Origin
@@ -185,7 +186,7 @@ class System:
             learner=self.learner,
             engines=self.actors,
             backend=places.backend,
-            live=self.queue.live,
+            live=lambda version, digest: self.queue.call(ReplayQueue.live, version, digest),
             exact=placement.device == "cpu" and config.model.dtype != "bfloat16",
             listener=listener,
         )
@@ -328,7 +329,7 @@ class System:
         await self.loop.finish()
         self.loop.phase = f"writing the checkpoint of step {self.steps_done}"
         with self.loop.time.during("checkpointing"):
-            snapshot = await self.queue.snapshot()
+            snapshot = await self.queue.call(ReplayQueue.snapshot)
             self._partials.begin(self.actors.alive(), snapshot)
             return snapshot, await self.learner.write_checkpoint(
                 str(directory), {"step": self.steps_done, "rows": self.loop.row_state()}
@@ -342,7 +343,7 @@ class System:
 
     async def forget(self, *, segment: int, step: int) -> None:
         """Drop groups that only segments before this one, of the checkpoint of `step`, need."""
-        await self.queue.forget(segment=segment, step=step)
+        await self.queue.call(ReplayQueue.forget, segment=segment, step=step)
 
     async def stop(self, *, orderly: bool = True) -> None:
         """Stop every part, whatever happens to the others. orderly: nothing went wrong."""
@@ -370,11 +371,11 @@ class System:
     async def _close_queue(self, *, orderly: bool) -> None:
         """Close the queue; after an orderly end log the final accounts of tokens and time."""
         await self.verifier_errors.tell()
-        await self.queue.close(orderly=orderly)
+        await self.queue.call(ReplayQueue.close, orderly=orderly)
         if not orderly or not self.loop.time.began:
             return
         for actor_id, report in (await self.actors.final_reports()).items():
-            await self.queue.tell(actor_id, report)
+            await self.queue.call(ReplayQueue.tell, actor_id, report)
         metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
         last = {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
         self.loop.latest |= last

@@ -17,6 +17,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 
@@ -77,14 +78,15 @@ def test_an_engine_joins_a_training_run_and_leaves_it(tmp_path, monkeypatch) -> 
         trainer.train(steps=1)
         actors, queue = trainer.system.actors, trainer.system.queue
         added = meanwhile(trainer.add_rollout_actor)
-        train_until(lambda: ask(queue.held()).get(added))
+        train_until(lambda: ask(queue.call(ReplayQueue.held)).get(added))
         began = trainer.steps_done
         meanwhile(trainer.remove_rollout_actor, added)
         trainer.train(steps=2)
-        assert added not in ask(queue.held())
-        done, counts = trainer.steps_done, ask(queue.counts())
+        assert added not in ask(queue.call(ReplayQueue.held))
+        done, counts = trainer.steps_done, ask(queue.call(ReplayQueue.counts))
         states = Counter(
-            entry["state"] for entry in ask(queue.history(range(done * size + 64))).values()
+            entry["state"]
+            for entry in ask(queue.call(ReplayQueue.history, range(done * size + 64))).values()
         )
         assert not actors.deaths
     lines = [

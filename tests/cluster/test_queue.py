@@ -17,6 +17,7 @@ from async_grpo.cluster import queue as queue_module
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.errors import JournalError, SetupError, Stalled
 from async_grpo.replay.history import RecordedQueue
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.run import rerun as learner_replay
 from async_grpo.wire.codec import unpack_frames
@@ -150,7 +151,7 @@ class SlowQueue:
 
     def __init__(self) -> None:
         self.read = asyncio.Event()
-        self.call = self.reports = self
+        self.call = self.payload = self
         self.deaf = False
 
     async def remote(self, *_: object) -> dict[str, Any]:
@@ -164,15 +165,16 @@ async def test_who_waits_while_the_queue_reads_its_journal_has_as_long(monkeypat
     monkeypatch.setattr(queue_module, "CALL_TIMEOUT_S", 0.1)
     handle = SlowQueue()
     queue = queue_module.DriverQueue(handle)
-    calls = [queue.counts(), queue.digests(), queue.verifier_errors(), queue.forfeit("a")]
+    counts, forfeit = ReplayQueue.counts, ReplayQueue.forfeit
+    calls = [queue.call(counts), queue.digests(), queue.payload(1, []), queue.call(forfeit, "a")]
     waiting = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(0.5)
     assert not any(call.done() for call in waiting)
     handle.read.set()
-    assert await asyncio.gather(*waiting) == [{}, {}, {}, None]
+    assert await asyncio.gather(*waiting) == [{}] * 4
     handle.deaf = True
     with pytest.raises(Stalled, match=r"did not answer within 0\.1 s"):
-        await asyncio.wait_for(queue.counts(), 30)
+        await asyncio.wait_for(queue.call(counts), 30)
 
 
 async def test_a_recorded_journal_that_is_not_read_in_time_is_a_sentence(monkeypatch):

@@ -22,6 +22,7 @@ from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.ending import coded
 from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
@@ -94,7 +95,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
                     f"kill {kill}: the queue's process is still the old one"
                 )
             trainer.train(steps=STEPS - trainer.steps_done)
-            told["counts"] = ask(trainer, trainer.system.queue.counts())
+            told["counts"] = ask(trainer, trainer.system.queue.call(ReplayQueue.counts))
             told["metrics"] = ask(trainer, trainer.system.queue.metrics())
             os.kill(ask(trainer, result(handle.pid.remote())), signal.SIGKILL)
             try:

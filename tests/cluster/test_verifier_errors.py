@@ -14,13 +14,13 @@ from async_grpo.config.schema import Config
 async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> None:
     counts, said = {"timeout": 0, "exception": 0}, []
 
-    async def kinds() -> dict[str, str]:
+    def kinds() -> dict[str, str]:
         return {kind: f"{kind}: no answer" for kind, count in counts.items() if count}
 
-    def metrics() -> dict[str, float]:
+    async def metrics() -> dict[str, float]:
         return {f"rollout/verifier_errors_{kind}": float(n) for kind, n in counts.items()}
 
-    queue = SimpleNamespace(verifier_errors=kinds, reports=SimpleNamespace(metrics=metrics))
+    queue = SimpleNamespace(metrics=metrics, reports=SimpleNamespace(verifier_errors=kinds))
     config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
     errors = VerifierErrors(config, queue, SimpleNamespace(note=said.append), None)
     for number in range(1, 1101):

@@ -19,6 +19,7 @@ from async_grpo.cluster import engine_processes, learner_group
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
@@ -138,7 +139,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
             told["resumed_at"] = trainer.steps_done
             told["resumed_digests"] = ask(trainer, trainer.system.queue.digests())
             trainer.train()
-            told["counts"] = ask(trainer, trainer.system.queue.counts())
+            told["counts"] = ask(trainer, trainer.system.queue.call(ReplayQueue.counts))
         told["second"] = (home / "second.txt").read_text()
     told["history"] = read_history(home / "run" / "journal")
     yield told

@@ -138,9 +138,6 @@ class QueueWork:
     async def full_metrics(self) -> QueueMetrics:
         return QueueMetrics({}, {})
 
-    async def reports(self) -> dict[str, Any]:
-        return {}
-
     async def obstacle(self, after: int, until: int) -> str:
         return ""
 

@@ -18,6 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.recorded_run import PROBLEMS, STEPS, lines
@@ -164,7 +165,11 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
         held = wait_until(
             lambda: (
                 lent.actor_id
-                not in {name for name, groups in ask(trainer.system.queue.held()).items() if groups}
+                not in {
+                    name
+                    for name, groups in ask(trainer.system.queue.call(ReplayQueue.held)).items()
+                    if groups
+                }
                 or not away()
             ),
             60,
@@ -181,7 +186,7 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
         results, deaths, counts = (
             list(trainer.evaluations),
             list(trainer.system.actors.deaths),
-            ask(trainer.system.queue.counts()),
+            ask(trainer.system.queue.call(ReplayQueue.counts)),
         )
         final = trainer.evaluate()
     text = (tmp_path / "log.txt").read_text()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.rollout.partial import FILE, PartialFile
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
@@ -70,7 +71,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
     ):
         metrics = trainer.train()
         counts = asyncio.run_coroutine_threadsafe(
-            trainer.system.queue.counts(), trainer.system.event_loop
+            trainer.system.queue.call(ReplayQueue.counts), trainer.system.event_loop
         ).result(timeout=60)
     text = (tmp_path / "second.txt").read_text()
     responses, groups, tokens = (

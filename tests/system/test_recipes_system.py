@@ -13,6 +13,7 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.observe.console.console import Console
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.recipes import CONFIGS, RECIPES
@@ -52,7 +53,7 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         trainer.train()
         counts = asyncio.run_coroutine_threadsafe(
-            trainer.system.queue.counts(), trainer.system.event_loop
+            trainer.system.queue.call(ReplayQueue.counts), trainer.system.event_loop
         ).result(timeout=30)
         assert trainer.steps_done == STEPS
     lines = [

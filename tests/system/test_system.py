@@ -22,6 +22,7 @@ import pytest
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
@@ -108,10 +109,15 @@ def story(tmp_path_factory) -> Iterator[dict]:
             os.kill(pid, signal.SIGKILL)
             told["metrics"].append(training.result(timeout=400))
         told["history"] = ask(
-            trainer, trainer.system.queue.history([group_id for group_id, _ in told["in_flight"]])
+            trainer,
+            trainer.system.queue.call(
+                ReplayQueue.history, [group_id for group_id, _ in told["in_flight"]]
+            ),
         )
-        told["all"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
-        told["counts"] = ask(trainer, trainer.system.queue.counts())
+        told["all"] = ask(
+            trainer, trainer.system.queue.call(ReplayQueue.history, range(STEPS * 4 + 32))
+        )
+        told["counts"] = ask(trainer, trainer.system.queue.call(ReplayQueue.counts))
         told["deaths"] = list(trainer.system.actors.deaths)
         told["keys"] = [trainer._running.connection.key]
         told["pids"] = [*ask(trainer, trainer.system.learner.pids()), pid]
@@ -137,7 +143,9 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["resumed_at"] = trainer.steps_done
         told["resumed_probes"] = ask(trainer, trainer.system.learner.logprobs(PROBES))
         told["resumed_metrics"] = trainer.train(steps=3)  # beyond the groups that were restored
-        told["resumed_history"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
+        told["resumed_history"] = ask(
+            trainer, trainer.system.queue.call(ReplayQueue.history, range(STEPS * 4 + 32))
+        )
     told["log"], told["log2"] = (home / "log.txt").read_text(), (home / "log2.txt").read_text()
     yield told
 
@@ -177,11 +185,11 @@ def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int,
     """Stop the actor's process while it holds groups; what it has in flight then, or [] and it goes
     on. One that holds none is left alone: stopped again and again, it would never get any.
     """
-    if not ask(trainer, trainer.system.queue.held()).get(actor_id):
+    if not ask(trainer, trainer.system.queue.call(ReplayQueue.held)).get(actor_id):
         return []
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.3)  # what it has sent before arrives
-    if held := ask(trainer, trainer.system.queue.held()).get(actor_id):
+    if held := ask(trainer, trainer.system.queue.call(ReplayQueue.held)).get(actor_id):
         return held
     os.kill(pid, signal.SIGCONT)
     return []
