@@ -58,6 +58,10 @@ class RolloutProcess(GroupProducer):
             self._run = asyncio.ensure_future(super().run())
         await asyncio.shield(self._run)
 
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
+        return await getattr(self.parts.engine, method)(*args)
+
     async def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call function(this actor, *arguments) here: on the event loop if it is a coroutine
         function, else in a thread.

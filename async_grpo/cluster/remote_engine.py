@@ -60,7 +60,7 @@ class RemoteEngine:
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the engine for publications."""
-        return await self._call(self.handle.connect.remote(payload))
+        return await self._call(self.handle.call.remote("connect", payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """Let the engine take and serve the announced weights."""
@@ -77,11 +77,11 @@ class RemoteEngine:
 
     async def attend(self, announcement: Announcement) -> Receipt:
         """Let the engine take part in a publication that is pushed, without loading it."""
-        return await self._call(self.handle.attend.remote(announcement))
+        return await self._call(self.handle.call.remote("attend", announcement))
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs of these responses, with the labels of the weights."""
-        return await self._call(self.handle.score.remote(sequences))
+        return await self._call(self.handle.call.remote("score", sequences))
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
         """Partial responses of the groups that are being generated."""

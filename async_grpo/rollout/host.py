@@ -34,7 +34,7 @@ from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierPool
-from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
+from async_grpo.weights.transport import Announcement, Receipt
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,6 @@ class EngineHost:
             self._parts = replace(self._parts, player=player)
         return engine.max_num_seqs
 
-    async def connect(self, payload: dict[str, Any]) -> Receipt:
-        """Prepare the engine for publications."""
-        return await self.parts.engine.connect(payload)
-
     async def receive(self, announcement: Announcement) -> Receipt:
         """Take and serve the announced weights."""
         with self._time.during("paused"):
@@ -148,14 +144,6 @@ class EngineHost:
         self._paused_s += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens
         return receipt
-
-    async def attend(self, announcement: Announcement) -> Receipt:
-        """Take part in a publication that is pushed, without loading it."""
-        return await self.parts.engine.attend(announcement)
-
-    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs of these responses under the served weights, with the labels of the weights."""
-        return await self.parts.engine.score(sequences)
 
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
