@@ -83,9 +83,11 @@ class Screen:
         self.stop()
 
     def follow(self, facts: Callable[[], Mapping[str, Any]], *, title: str = "") -> None:
-        """Keep a panel of `facts()` at the end of a terminal until `stop`."""
+        """Keep a panel of `facts()` at the end of a terminal until `stop`; draw it now."""
         with self._lock:
-            if self._live is None and self.terminal:
+            if self._live is not None:
+                self._live.refresh()
+            elif self.terminal:
                 self._live = Live(
                     get_renderable=lambda: self._panel(facts(), time.time(), title),
                     console=self.out,
@@ -97,12 +99,6 @@ class Screen:
                 self._live.start(refresh=True)
                 if same_terminal(self.out.file.fileno()):
                     self._stderr = StderrLines(self.print)
-
-    def refresh(self) -> None:
-        """Draw the panel now, if there is one."""
-        with self._lock:
-            if self._live is not None:
-                self._live.refresh()
 
     def stop(self) -> None:
         """Remove the panel."""
@@ -217,7 +213,6 @@ class Console:
             self._last_line = now
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
-            self._screen.refresh()
         if last or not self._terminal:
             head = f"step {step:>{len(str(total))}}/{total}"
             self._screen.print("  ".join([head, *known(metrics, _COLUMNS)]))
