@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.events import Reject
 from async_grpo.replay.history import lineage, read_history
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
@@ -85,13 +87,15 @@ def tell(home: Path) -> dict[str, Any]:
             _seconds(trainer), trainer.system.event_loop
         ).result(timeout=60)
         system = trainer.system
-        tell = system.queue.tell
+        call = system.queue.call
 
-        async def overhear(actor_id: str, report: Any) -> None:
-            told["report"], told["engine_wall"] = report, time.time() - report.began
-            await tell(actor_id, report)
+        async def overhear(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            if method is ReplayQueue.tell:
+                _, report = given
+                told["report"], told["engine_wall"] = report, time.time() - report.began
+            return await call(method, *given, **named)
 
-        system.queue.tell = overhear
+        system.queue.call = overhear
         told["evaluations"], told["publications"] = (
             list(trainer.evaluations),
             system.coordinator.times.count,
