@@ -418,8 +418,9 @@ _OF_A_RUN = ("status.json", "lock.json", "metrics.jsonl", "journal", "checkpoint
 
 def _is_stored(path: Path) -> bool:
     """Whether a start of a run wrote this file."""
-    beside = (os.path.exists(path.parent / name) for name in _OF_A_RUN)
-    return path.name == "config.yaml" and os.path.isfile(path) and any(beside)
+    return path.name == "config.yaml" and any(
+        os.path.exists(path.parent / name) for name in _OF_A_RUN
+    )
 
 
 def preflight_files(config: Config) -> None:

@@ -28,7 +28,7 @@ from async_grpo.config.section import (
     fixed,
     warn,
 )
-from async_grpo.config.transports import BACKENDS
+from async_grpo.config.transports import BACKENDS, Senders
 
 WARM_START_POSITIONS = 512
 """Longest row, prompt and response together, of a model that is warm-started."""
@@ -168,8 +168,8 @@ class WeightSync(Section):
     @property
     def senders(self) -> str:
         """Which learner ranks send where weights are pushed: `auto`, `one` or `every_rank`."""
-        own = self.backend.values if self.backend.name == "nccl" else {}
-        return str(BACKENDS.options("nccl", own).senders)
+        chosen = BACKENDS.options(self.backend.name, self.backend.values)
+        return (chosen if isinstance(chosen, Senders) else Senders()).senders
 
 
 _REFUSED = """

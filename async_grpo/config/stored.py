@@ -23,9 +23,12 @@ from typing import Any
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.config import yaml12
 from async_grpo.config.algorithm import rejection_rules
+from async_grpo.config.transports import TRANSPORTS, Senders
 
 _LOSSES = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
 """Losses whose options had a section of their own."""
+[_PUSHES] = (name for name, one in TRANSPORTS.items() if one.options is Senders)
+"""The transport that `weight_sync.senders` was about."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -93,8 +96,8 @@ def _weight_sync(sync: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     on_gpus = _inside(settings, "cluster", "device") == "cuda"
     apart = _inside(settings, "cluster", "layout") == "split"
     meant = sync.get("backend", "auto") == "auto" and senders != "auto" and on_gpus and apart
-    if "senders" in sync and (sync.get("backend") == "nccl" or meant):
-        new["backend"] = _chosen("nccl", {"senders": senders})
+    if "senders" in sync and (sync.get("backend") == _PUSHES or meant):
+        new["backend"] = _chosen(_PUSHES, {"senders": senders})
     return new
 
 
@@ -126,7 +129,7 @@ def answers(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
     sync = _inside(settings, "weight_sync")
     if isinstance(sync, Mapping) and "senders" in sync:
         senders = {"senders": sync["senders"]}
-        told = _told(sync, "backend", "nccl", senders, section="weight_sync")
+        told = _told(sync, "backend", _PUSHES, senders, section="weight_sync")
         yield ("weight_sync", "senders"), told if senders["senders"] != "auto" else "Leave it out"
 
 

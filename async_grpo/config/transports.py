@@ -14,8 +14,8 @@ from async_grpo.algo.catalog import Constants, Registry, Traits, choice
 
 
 @dataclass(frozen=True)
-class Nccl(Constants):
-    """Options of the transport `nccl`."""
+class Senders(Constants):
+    """Options of a transport that pushes."""
 
     senders: Literal["auto", "one", "every_rank"] = choice(
         "auto",
@@ -68,7 +68,7 @@ TRANSPORTS = {
             engine="async_grpo.weights.worker:NcclEngine",
             colocated=False,
             pushes=True,
-            options=Nccl,
+            options=Senders,
         ),
         Transport(
             "ipc",

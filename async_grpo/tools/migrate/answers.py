@@ -93,7 +93,7 @@ ANSWERS = (
         "AReaL",
         "m2_threshold",
         "it is another algorithm than the paper's, whose is here: `algorithm.policy_loss: "
-        "{name: m2po, budget: ...}`; choose that, or `algorithm.policy_loss: ppo_clip`",
+        "{name: m2po, budget: 0.04}`; choose that, or `algorithm.policy_loss: ppo_clip`",
     ),
     Answer(
         "AReaL",

@@ -19,7 +19,7 @@ MORE = {
         "algorithm.clip_ratio_high=4e-4",
         "algorithm.loss_agg_mode=seq-mean-token-mean",
     ],
-    "m2po": ["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"],
+    "{name: m2po, budget: 0.04}": ["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"],
     "{mean: group, std: batch}": ["algorithm.adv_estimator=raw"],
     "token": ["algorithm.anchor=recomputed"],
     "anchor": ["algorithm.anchor=recomputed", "algorithm.opsm_delta=0.1"],
