@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.config import yaml12
 from async_grpo.errors import SetupError
+from async_grpo.tools.migrate.interpolation import scalar
 from async_grpo.tools.migrate.shell import ShellScript
 
 PROGRAMS = ("openrlhf", "verl", "roll", "start_rlvr_pipeline", "recipe", "areal", "prime_rl", "trl")
 """What the path of a command that trains has in it, as a word."""
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
-_DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?:~|\+{0,2}(?=[^=]*=))([A-Za-z_][\w./@-]*)(?:=(.*))?", re.DOTALL)
+"""What hydra sets, `key=value`, or deletes, `~key`."""
 _REDIRECTION = re.compile(r"\d*[<>]")
 _ALONE = re.compile(r"-[A-Za-z]\w*|\$\{[@*]\}")
 """A short option, or what the script itself is given: no value of the option in front of it."""
@@ -32,6 +32,7 @@ _STARTED = re.compile(r"\w+(\.\w+)+|.*\.py")
 _OTHER = "it has no more options than the one that is read; give it a file of its own"
 _BESIDE = "beside the options"
 """Stands for the key of a word that has none."""
+_UNKNOWN = "what this word means there is not known"
 
 
 @dataclass
@@ -67,26 +68,20 @@ def command_line_of(text: str) -> CommandLine:
 
 def _read(words: list[str]) -> CommandLine:
     at = _program(words)
-    known = CommandLine(words[at] if at < len(words) and _trains(words[at]) else "")
-    _launch(words[:at], known)
-    arguments = words[at + 1 :]
-    if arguments and arguments[0].endswith(".py"):  # what the program starts
-        arguments = arguments[1:]
-    _take(arguments, known)
-    return known
-
-
-def _launch(words: list[str], found: CommandLine) -> None:
-    """Take the number of processes from what launches the program."""
-    while "--" in words:  # behind what submits a job
-        words = words[words.index("--") + 1 :]
+    found = CommandLine(words[at] if at < len(words) and _trains(words[at]) else "")
+    launching, arguments = words[:at], words[at + 1 :]
+    while "--" in launching:  # behind what submits a job
+        launching = launching[launching.index("--") + 1 :]
     launcher = CommandLine()
-    _take([word for word in words if not _OVERRIDE.fullmatch(word)], launcher)
+    _take([word for word in launching if not _OVERRIDE.fullmatch(word)], launcher)
     for key, value in launcher.options:
         if key in _PROCESSES:
             found.options.append((key, value))
         else:
             found.left.append((key, value, "an option of what launches the program"))
+    script = bool(arguments) and arguments[0].endswith(".py")  # what the program starts
+    _take(arguments[script:], found)
+    return found
 
 
 def _program(words: list[str]) -> int:
@@ -109,26 +104,24 @@ def _take(words: list[str], found: CommandLine) -> None:
     option, values, given = "", list[str](), list[tuple[str, Any, str]]()
     for word in [*_without_redirections(words), "--"]:
         wanted = bool(option) and not values
-        override = None if wanted else _OVERRIDE.fullmatch(word)
-        deletion = None if wanted else _DELETION.fullmatch(word)
-        alone = _ALONE.fullmatch(word)
-        if not (word.startswith("--") or override or deletion or alone):
+        set_or_deleted = None if wanted else _OVERRIDE.fullmatch(word)
+        if not (word.startswith("--") or set_or_deleted or _ALONE.fullmatch(word)):
             values.append(word)
             continue
         if option:
             given.append((option, _value(values), ""))
         else:
-            found.left += map(_unread, values)
+            found.left += [(_BESIDE, value, _UNKNOWN) for value in values]
         option, values = "", []
-        if override is not None:
-            given.append((override[1], _value([override[2]]), ""))
-        elif deletion is not None:
-            given.append((deletion[1], word, word))
-        elif alone is not None:
-            found.left.append(_unread(word))
-        else:
+        if set_or_deleted and word.startswith("~"):
+            given.append((set_or_deleted[1], word, word))
+        elif set_or_deleted:
+            given.append((set_or_deleted[1], _value([set_or_deleted[2]]), ""))
+        elif word.startswith("--"):
             option, equals, value = word[2:].partition("=")
             option, values = option.replace("-", "_"), [value] if equals else []
+        else:
+            found.left.append((_BESIDE, word, _UNKNOWN))
     _delete(given, found)
 
 
@@ -136,13 +129,13 @@ def _delete(given: list[tuple[str, Any, str]], found: CommandLine) -> None:
     """Take in the options that hydra does not delete further on: a key, or all of a section."""
     later: dict[str, str] = {}
     options, left = list[tuple[str, Any]](), list[tuple[str, Any, str]]()
-    for key, value, word in reversed(given):
+    for key, value, deletion in reversed(given):
         section = key if later else ""
         while section and section not in later:
             section = section.rpartition(".")[0]
-        if word:
+        if deletion:
             left.append((key, value, "deleted there, so it counts as not given"))
-            later[key] = word
+            later[key] = deletion
         elif section:
             left.append((key, value, f"deleted further on, by {later[section]}"))
         else:
@@ -156,27 +149,16 @@ def _without_redirections(words: list[str]) -> Iterator[str]:
     a_file = False
     for word in words:
         redirection = _REDIRECTION.match(word) is not None
-        if redirection:
-            yield "--"
-        elif not a_file:
-            yield word
+        if redirection or not a_file:
+            yield "--" if redirection else word
         a_file = redirection and word.endswith(("<", ">"))
 
 
-def _unread(word: str) -> tuple[str, Any, str]:
-    return _BESIDE, word, "what this word means there is not known"
-
-
 def _value(words: list[str]) -> Any:
-    if not words:
-        return True
     values = [_scalar(word) for word in words]
-    return values[0] if len(values) == 1 else values
+    return (values[0] if len(values) == 1 else values) if values else True
 
 
 def _scalar(text: str) -> Any:
-    try:
-        value, _ = yaml12.read(text)
-    except yaml12.YamlError:
-        return text
+    value = scalar(text)
     return value if isinstance(value, int | float | list | None) else text

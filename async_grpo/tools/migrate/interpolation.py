@@ -27,6 +27,15 @@ def resolve_all(given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     return values, {key for key, value in values.items() if _is_open(value)}
 
 
+def scalar(text: str) -> Any:
+    """Return what YAML makes of a text, the text itself where that is nothing."""
+    try:
+        value, _ = yaml12.read(text)
+    except yaml12.YamlError:
+        return text.strip()
+    return value
+
+
 def _is_open(value: Any) -> bool:
     parts = value if isinstance(value, list) else [value]
     return any(isinstance(part, str) and ("${" in part or part == "???") for part in parts)
@@ -39,61 +48,46 @@ class _Resolver:
 
     def value(self, key: str) -> Any:
         """Return a key's value with its references replaced where they can be."""
-        if key not in self._done:
-            if key in self._under_way or len(self._under_way) > 100:
-                return self._given[key]  # refers to itself
-            self._under_way.add(key)
-            value = self._given[key]
-            if isinstance(value, list):
-                value = [self._text(key, part) if isinstance(part, str) else part for part in value]
-            elif isinstance(value, str):
-                value = self._text(key, value)
-            self._under_way.discard(key)
-            self._done[key] = value
+        value = self._given[key]
+        if key in self._done:
+            return self._done[key]
+        if key in self._under_way or len(self._under_way) > 100:
+            return value  # refers to itself
+        self._under_way.add(key)
+        parts = [self._text(key, part) for part in (value if isinstance(value, list) else [value])]
+        self._under_way.discard(key)
+        self._done[key] = parts if isinstance(value, list) else parts[0]
         return self._done[key]
 
-    def _text(self, key: str, text: str) -> Any:
+    def _text(self, key: str, text: Any) -> Any:
         position = 0
-        while (found := _INNERMOST.search(text, position)) is not None:
+        while isinstance(text, str) and (found := _INNERMOST.search(text, position)) is not None:
             value = self._reference(key, found[1].strip())
             if value is _MISSING or (isinstance(value, str) and "${" in value):
                 position = found.end()
-                continue
-            if found.span() == (0, len(text)):
+            elif found.span() == (0, len(text)):
                 return value
-            text = f"{text[: found.start()]}{value}{text[found.end() :]}"
-            position = 0
-            if len(text) > _LONGEST:
-                return text[:_LONGEST] + "${...}"
+            else:
+                text, position = f"{text[: found.start()]}{value}{text[found.end() :]}", 0
+                if len(text) > _LONGEST:
+                    return text[:_LONGEST] + "${...}"
         return text
 
     def _reference(self, key: str, inside: str) -> Any:
         name, colon, rest = inside.partition(":")
-        if colon:
-            first, comma, default = rest.partition(",")
-            if name == "oc.select" and self._absolute(key, first) in self._given:
-                return self.value(self._absolute(key, first))
-            # the environment of the machine that the file was written for is not here
-            if name in ("oc.env", "env", "oc.select") and comma:
-                return _scalar(default)
-            return _scalar(rest) if name == "oc.decode" else _MISSING
-        path = self._absolute(key, name)
-        return self.value(path) if path in self._given else _MISSING
+        first, comma, default = rest.partition(",")
+        if not colon or name == "oc.select":
+            path = self._absolute(key, first if colon else name)
+            if path in self._given:
+                return self.value(path)
+        # the environment of the machine that the file was written for is not here
+        if name in ("oc.env", "env", "oc.select") and comma:
+            return scalar(default)
+        return scalar(rest) if name == "oc.decode" else _MISSING
 
     @staticmethod
     def _absolute(key: str, name: str) -> str:
         """Return the whole path; `.x` is beside the key, `..x` beside the section around it."""
         inner = name.lstrip(".")
         dots = len(name) - len(inner)
-        if not dots:
-            return name
-        around = key.split(".")[:-dots]
-        return ".".join([*around, inner])
-
-
-def _scalar(text: str) -> Any:
-    try:
-        value, _ = yaml12.read(text)
-    except yaml12.YamlError:
-        return text.strip()
-    return value
+        return ".".join([*key.split(".")[:-dots], inner]) if dots else name
