@@ -23,8 +23,7 @@ from async_grpo.config.docs import options, settings
 from async_grpo.config.load import ConfigError, dump, load_config, preflight_files, resolve
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config, LearnerConfig
 from async_grpo.tasks.registry import create_task
-from async_grpo.tools.migrate.answers import answer
-from async_grpo.tools.migrate.names import PEERS
+from async_grpo.tools.migrate.answers import PEERS, answer
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime(2031, 2, 3, 4, 5, 6)

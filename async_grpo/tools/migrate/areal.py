@@ -8,104 +8,57 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
-from async_grpo.tools.migrate.common import (
-    A_PART,
-    DATA_FILES,
-    LAYOUT_OF_OTHERS,
-    PROCESSES,
-    SUMMED,
-    adapters,
-    data,
-    experiment,
-    file_name,
-    off_is_zero,
-)
-from async_grpo.tools.migrate.rules import (
-    Convert,
-    Meant,
-    Peer,
-    Untranslatable,
-    answered,
-    boolean,
-    by,
-    every,
-    none,
-    number,
-    same,
-    spoken,
-    switch,
-    text,
-    to,
-    whole,
-    words,
-)
+from async_grpo.tools.migrate import rule
+from async_grpo.tools.migrate.rule import Outcome, Settings
 from async_grpo.tools.migrate.source import Source
+from async_grpo.tools.migrate.values import number, text, whole
 
 
-def _mini_batch(value: Any, source: Source) -> Meant:
+def _mini_batch(value: Any, source: Source) -> Outcome:
     batch = source.number("train_dataset.batch_size", 1)
     groups = max(1, int(batch // max(1, whole(value))))
     note = f"a number of minibatches there: {batch:g} prompts over {whole(value)}"
-    return Meant({"learner.ppo_mini_batch_size": groups}, note)
+    return {"learner.ppo_mini_batch_size": groups}, note
 
 
-def _decoupled(source: Source) -> bool:
-    return str(source.find("actor.use_decoupled_loss", False)).lower() == "true"
+_decoupled = rule.on("actor.use_decoupled_loss")
 
 
 def _anchor(source: Source) -> str:
     if not _decoupled(source):
-        again = str(source.find("actor.recompute_logprob", False)).lower() == "true"
-        return "recomputed" if again else "behavior"
-    between = str(source.find("actor.prox_logp_method", "recompute")) == "loglinear"
-    return "interpolated" if between else "recomputed"
+        return "recomputed" if source.on("actor.recompute_logprob") else "behavior"
+    loglinear = source.find("actor.prox_logp_method") == "loglinear"
+    return "interpolated" if loglinear else "recomputed"
 
 
-def _anchored(value: Any, source: Source) -> Meant:
-    return Meant({"algorithm.anchor": _anchor(source)}, "of use_decoupled_loss, recompute_logprob "
-                 "and prox_logp_method together")  # fmt: skip
+def _importance(level: str, mode: str, upper: float) -> dict[str, Any]:
+    found = {"level": level, "mode": mode, "upper": upper}
+    return {f"algorithm.importance.{name}": value for name, value in found.items()}
 
 
-def _cap(value: Any, source: Source) -> Meant:
-    if not _decoupled(source):
-        return Meant({}, "of the decoupled loss, which is off")
-    return Meant(
-        {
-            "algorithm.importance.level": "token",
-            "algorithm.importance.mode": "mask",
-            "algorithm.importance.upper": number(value),
-        },
-        spoken(["behav_imp_weight_cap"], value),
-    )
-
-
-def _rejected(value: Any, source: Source) -> Meant:
-    def of(key: str, default: str) -> str:
-        return str(source.find(f"actor.rejection_sampling.{key}", default))
+def _rejected(value: Any, source: Source) -> Outcome:
+    def of(key: str, default: Any) -> Any:
+        return source.find(f"actor.rejection_sampling.{key}", default)
 
     if value is None:
-        return Meant({}, "off")
-    if not _decoupled(source) and _anchor(source) == "behavior":
-        return Meant({}, "with the sampler's log-probs as anchor there is nothing to weigh")
+        return "off"
+    if _anchor(source) == "behavior":
+        return "with the sampler's log-probs as anchor there is nothing to weigh"
     if of("metric", "ratio") != "ratio":
-        raise Untranslatable("other scores of the ratio are rules of `algorithm.rejection`")
+        return "other scores of the ratio are rules of `algorithm.rejection`"
     levels = {"token": "token", "mean": "geometric", "sum": "sequence"}
-    whole_response = of("level", "token") == "sequence"
-    level = levels.get(of("agg", "mean") if whole_response else of("level", "token"))
-    mode = {"mask": "mask", "clamp": "truncate"}.get(of("action", "mask"))
+    over = of("level", "token")
+    level = levels.get(str(of("agg", "mean") if over == "sequence" else over))
+    mode = {"mask": "mask", "clamp": "truncate"}.get(str(of("action", "mask")))
     if level is None or mode is None:
-        raise Untranslatable("allowed are token and sequence, mean and sum, mask and clamp")
-    found = {
-        "algorithm.importance.level": level,
-        "algorithm.importance.mode": mode,
-        "algorithm.importance.upper": source.number("actor.rejection_sampling.upper", 5.0),
-        "algorithm.importance.lower": source.number("actor.rejection_sampling.lower", 0.0),
-    }
+        return "allowed are token and sequence, mean and sum, mask and clamp"
+    lower = source.number("actor.rejection_sampling.lower", 0.0)
+    found = _importance(level, mode, source.number("actor.rejection_sampling.upper", 5.0))
     note = "the geometric mean decides and weighs there" if level == "geometric" else ""
-    return Meant(found, note)
+    return found | {"algorithm.importance.lower": lower}, note
 
 
 def _norms(source: Source, which: str) -> tuple[str, str]:
@@ -121,130 +74,64 @@ def _norms(source: Source, which: str) -> tuple[str, str]:
     return mean, deviation
 
 
-def _advantages(value: Any, source: Source) -> Meant:
-    mean, deviation = _norms(source, "reward_norm")
-    left_out = str(source.find("actor.reward_norm.mean_leave1out", False)).lower() == "true"
+_GROUPED, _RAW = {"algorithm.adv_estimator": "grpo"}, {"algorithm.adv_estimator": "raw"}
+_NORMS: dict[tuple[str, str], Settings] = {
+    ("none", "none"): _RAW,
+    ("batch", "batch"): {**_RAW, "algorithm.reward_norm": "batch"},
+    ("batch", "none"): {**_RAW, "algorithm.reward_norm": {"mean": "batch", "std": "none"}},
+    ("group", "none"): {**_GROUPED, "algorithm.norm_adv_by_std_in_grpo": False},
+    ("group", "group"): _GROUPED,
+    ("group", "batch"): {**_GROUPED, "algorithm.adv_std_level": "batch_centered"},
+}
+"""Levels of a reward's mean and deviation -> what they are here."""
+
+
+def _advantages(value: Any, source: Source) -> Outcome:
+    mean, deviation = levels = _norms(source, "reward_norm")
     note = f"reward_norm: mean {mean}, deviation {deviation}"
-    if left_out:
-        if (mean, deviation) != ("group", "none"):
-            raise Untranslatable(
-                "leave-one-out means are of groups, without a deviation here (rloo)"
-            )
-        return Meant({"algorithm.adv_estimator": "rloo"}, note)
-    if mean == "group":
-        found: dict[str, Any] = {"algorithm.adv_estimator": "grpo"}
-        if deviation == "none":
-            found["algorithm.norm_adv_by_std_in_grpo"] = False
-        elif deviation == "batch":
-            found["algorithm.adv_std_level"] = "batch_centered"
-        return Meant(found, note)
-    norms: dict[tuple[str, str], Any] = {
-        ("none", "none"): None,
-        ("batch", "batch"): "batch",
-        ("batch", "none"): {"mean": "batch", "std": "none"},
-    }
-    if (mean, deviation) not in norms:
-        raise Untranslatable(
-            f"mean {mean} with deviation {deviation} is not here: grpo is in its place"
-        )
-    found = {"algorithm.adv_estimator": "raw"}
-    norm = norms[mean, deviation]
-    return Meant(found | ({"algorithm.reward_norm": norm} if norm else {}), note)
+    if source.on("actor.reward_norm.mean_leave1out"):
+        if levels != ("group", "none"):
+            return "leave-one-out means are of groups, without a deviation here (rloo)"
+        return {"algorithm.adv_estimator": "rloo"}, note
+    if levels not in _NORMS:
+        return f"mean {mean} with deviation {deviation} is not here: grpo is in its place"
+    return _NORMS[levels], note
 
 
-def _whitened(value: Any, source: Source) -> Meant:
-    levels = _norms(source, "adv_norm")
-    if levels == ("batch", "batch"):
-        return Meant({"algorithm.whiten_advantages": True}, "over all tokens of the step")
-    if levels == ("none", "none"):
-        return Meant({"algorithm.whiten_advantages": False})
-    raise Untranslatable("advantages are whitened over the whole batch here, or not")
+def _whitened(value: Any, source: Source) -> Outcome:
+    over = {("batch", "batch"): True, ("none", "none"): False}.get(_norms(source, "adv_norm"))
+    if over is None:
+        return "advantages are whitened over the whole batch here, or not"
+    return {"algorithm.whiten_advantages": over}, "over all tokens of the step" if over else ""
 
 
-def _kl(value: Any, source: Source) -> Meant:
+_referred = rule.given("ref.path", "ref.experiment_name")
+
+
+def _kl(value: Any, source: Source) -> Outcome:
     if number(value) == 0:
-        return Meant({"algorithm.add_token_level_kl": False})
-    if not source.has("ref.path", "ref.experiment_name"):
-        raise Untranslatable(
-            "without a reference AReaL pays every token its own log-prob; here it is off"
-        )
-    return Meant(
-        {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": number(value)}, SUMMED
-    )
+        return {"algorithm.add_token_level_kl": False}
+    if not _referred(source):
+        return "without a reference AReaL pays every token its own log-prob; here it is off"
+    found = {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": number(value)}
+    return found, rule.SUMMED
 
 
-def _clip(value: Any, source: Source) -> Meant:
-    found = {"algorithm.clip_ratio_low": number(value)}
-    if not source.has("actor.eps_clip_higher"):
-        found["algorithm.clip_ratio_high"] = number(value)
-    return Meant(found)
-
-
-def _dual_clip(value: Any, source: Source) -> Meant:
-    if value is None:
-        return Meant({"algorithm.dual_clip_loss": False})
-    return Meant({"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)})
-
-
-def _level(value: Any, source: Source) -> Meant:
-    if str(value) == "token":
-        return Meant({}, "ppo_clip has the ratio of tokens")
-    if str(value) != "sequence":
-        raise Untranslatable("allowed are token and sequence")
-    low = source.number("actor.eps_clip", 0.2)
-    return Meant(
-        {
-            "algorithm.policy_loss": "gspo",
-            "algorithm.clip_ratio_low": low,
-            "algorithm.clip_ratio_high": source.number("actor.eps_clip_higher", low),
-            "algorithm.loss_agg_mode": "seq-mean-token-mean",
-        },
-        "responses weigh by their length there, alike here; "
-        + spoken(["importance_sampling_level"], value),
-    )
+def _one_ratio(source: Source) -> Settings:
+    sides = rule.interval(source, "actor.eps_clip", "actor.eps_clip_higher")
+    return {**sides, "algorithm.loss_agg_mode": "seq-mean-token-mean"}
 
 
 def _scaling(source: Source) -> float:
     return abs(source.number("actor.reward_scaling", 1.0)) or 1.0
 
 
-def _reward_clip(value: Any, source: Source) -> Meant:
-    if source.number("actor.reward_bias"):
-        raise Untranslatable("around the shifted reward there, around 0 here")
-    note = "of the raw reward here, of the scaled one there; before any statistic on both sides"
-    return Meant({"algorithm.reward_clip": number(value) / _scaling(source)}, note)
-
-
-def _epochs(value: Any, source: Source) -> Meant:
-    if source.has("total_train_steps"):
-        raise Untranslatable("total_train_steps ends it")
-    return Meant({"run.epochs": whole(value)})
-
-
-def _concurrent(value: Any, source: Source) -> Meant:
+def _concurrent(value: Any, source: Source) -> Outcome:
     where = source.find("allocation_mode") or source.find("rollout.backend")
     engines = max(1, _sizes(str(where).partition("+")[0]).get("d", 1))
     responses = whole(value) * source.number("gconfig.n_samples", 1)
     note = f"groups on all engines there, responses on each of {engines} here"
-    return Meant({"cluster.engine.max_num_seqs": math.ceil(responses / engines)}, note)
-
-
-def _unscaled(neutral: float) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
-        if number(value) == neutral:
-            return Meant({}, "changes nothing")
-        raise Untranslatable("weights of rewards are `task.rewards`; a shift is the task's")
-
-    return convert
-
-
-def _asked(ours: str, key: str) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
-        if str(source.find("actor.overlong_reward_penalty", False)).lower() != "true":
-            return Meant({}, "overlong_reward_penalty is off")
-        return Meant({ours: value if key == "factor" else whole(value)})
-
-    return convert
+    return {"cluster.engine.max_num_seqs": math.ceil(responses / engines)}, note
 
 
 def _sizes(side: str) -> dict[str, int]:
@@ -253,195 +140,160 @@ def _sizes(side: str) -> dict[str, int]:
     return {kind: int(size) for kind, size in parts}
 
 
-def _allocation(value: Any, source: Source) -> Meant:
-    """Read `sglang:d4p1t1+d4p1t1`: engines, then the learner."""
-    sides = [_sizes(side) for side in text(value).split("+")]
-    if len(sides) != 2 or not all("d" in one for one in sides):
-        raise Untranslatable("not two sides of the form d4p1t1")
-    note = "engines d x t, then GPUs of the learner"
-    return Meant({"cluster.layout": "split", **_engines(sides[0]), **_ranks(sides[1])}, note)
+def _engines(sizes: dict[str, int]) -> Settings:
+    tensor_parallel = {"cluster.engine.tensor_parallel_size": sizes.get("t", 1)}
+    return {"cluster.rollout_actors.max": sizes["d"], **tensor_parallel}
 
 
-def _engines(sizes: dict[str, int]) -> dict[str, int]:
-    return {
-        "cluster.rollout_actors.max": sizes["d"],
-        "cluster.engine.tensor_parallel_size": sizes.get("t", 1),
-    }
-
-
-def _ranks(sizes: dict[str, int]) -> dict[str, int]:
+def _ranks(sizes: dict[str, int]) -> Settings:
     return {"learner.ranks": sizes["d"] * sizes.get("t", 1) * sizes.get("p", 1)}
 
 
-def _backend(of: Callable[[dict[str, int]], dict[str, int]]) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
+def _allocation(value: Any, source: Source) -> Outcome:
+    """Read `sglang:d4p1t1+d4p1t1`: engines, then the learner; or one side, of a backend."""
+    sides = [_sizes(side) for side in text(value).split("+")]
+    if len(sides) != 2 or not all("d" in one for one in sides):
+        return "not two sides of the form d4p1t1"
+    found = {"cluster.layout": "split", **_engines(sides[0]), **_ranks(sides[1])}
+    return found, "engines d x t, then GPUs of the learner"
+
+
+def _backend(keys: str, of: Any) -> rule.KeyRule:
+    def convert(value: Any, source: Source) -> Outcome:
         sizes = _sizes(text(value))
-        if "d" not in sizes:
-            raise Untranslatable("not of the form fsdp:d4p1t1")
-        return Meant(of(sizes), "d x t x p")
+        return (of(sizes), "d x t x p") if "d" in sizes else "not of the form fsdp:d4p1t1"
 
-    return convert
+    return rule.by(keys, convert)
 
 
-def _greedy(value: Any, source: Source) -> Meant:
-    if boolean(value):
-        raise Untranslatable("responses are sampled while training")
-    return Meant({}, "responses are sampled")
-
+_overlong = rule.on("actor.overlong_reward_penalty")
+_TOGETHER = "of use_decoupled_loss, recompute_logprob and prox_logp_method together"
+_NO_PENALTY = "overlong_reward_penalty is off"
 
 _RULES = (
-    answered("^critic.* ^critic"),
-    none("^ref.* ^teacher.*", "the reference is the initial policy, or `model.reference`"),
-    none("^config", "the file that it names is not read: AReaL's defaults are taken"),
-    experiment("^experiment_name"),
-    file_name("^trial_name"),
-    by("^cluster.fileroot", lambda value, source: Meant(
-        {"run.dir": f"{text(value).rstrip('/')}/{{name}}"}, "the directory of all runs there")),
-    same("^seed", "seed"),
-    by("^total_train_epochs", _epochs),
-    same("^total_train_steps", "run.total_steps"),
-    same("^actor.path", "model.path"),
-    words("^actor.dtype", "model.dtype", {
-        "bfloat16": "bfloat16", "float32": "float32",
-        "float16": "- learner and engines compute in bfloat16 or float32",
-    }),
-    none("^tokenizer_path", "the tokenizer is the model's"),
-    data("^train_dataset.path", "task.train", "train_dataset.split"),
-    data("^valid_dataset.path", "task.eval", "valid_dataset.split"),
-    none("^train_dataset.split ^valid_dataset.split", A_PART),
-    same("^train_dataset.batch_size", "rollout.rollout_batch_size", "prompts, which are groups"),
-    same("^train_dataset.max_length", "rollout.prompt_length", "longer prompts are left out there"),
-    none("^train_dataset.* ^valid_dataset.*", DATA_FILES),
-    # ---- sampling
-    same("^gconfig.n_samples", "rollout.group_size"),
-    same("^gconfig.max_new_tokens", "rollout.response_length"),
-    same("^gconfig.temperature", "rollout.temperature"),
-    same("^gconfig.top_p", "rollout.top_p"),
-    to("^gconfig.top_k", "rollout.top_k", off_is_zero),
-    by("^gconfig.greedy", _greedy),
-    none("^gconfig.max_tokens ^gconfig.min_new_tokens ^gconfig.*", "lengths are "
-         "`rollout.prompt_length` and `rollout.response_length`; nothing else is sampled by"),
-    same("^eval_gconfig.temperature", "evaluation.temperature"),
-    none("^eval_gconfig.*", "evaluations here are greedy, and `evaluation.n` sampled"),
-    same("^rollout.max_head_offpolicyness", "replay.max_staleness",
-         "a strict bound per token here, of admission there"),
-    by("^rollout.max_concurrent_rollouts", _concurrent),
-    none("^rollout.consumer_batch_size", "`rollout.rollout_batch_size` is what a step takes"),
-    same("^rollout.request_timeout"),
-    none("^rollout.queue_size", "`replay.outstanding`, by itself"),
-    by("^rollout.backend", _backend(_engines)),
-    none("^rollout.*", PROCESSES),
+    rule.answered("^critic.* ^critic"),
+    rule.to("^cluster.fileroot", "run.dir", lambda value: f"{text(value).rstrip('/')}/{{name}}",
+            "the directory of all runs there"),
+    rule.same("^total_train_epochs").unless(
+        rule.given("total_train_steps"), "total_train_steps ends it"),
+    rule.data("^train_dataset.path", "task.train", "train_dataset.split"),
+    rule.data("^valid_dataset.path", "task.eval", "valid_dataset.split"),
+    rule.same("^train_dataset.max_length", "rollout.prompt_length",
+              "longer prompts are left out there"),
+    *rule.alike("""
+^seed ^trial_name=run.name ^total_train_steps=run.total_steps ^actor.path ^actor.dtype
+^train_dataset.batch_size ^gconfig.n_samples ^gconfig.max_new_tokens
+^gconfig.temperature=rollout.temperature ^actor.temperature=rollout.temperature ^gconfig.top_p
+^gconfig.top_k ^rollout.request_timeout ^actor.discount
+^actor.kl_estimator=algorithm.kl_ctrl.kl_type ^actor.overlong_reward_penalty ^actor.eps_clip_higher
+^actor.entropy_coeff ^actor.mb_spec.max_tokens_per_mb ^actor.optimizer.lr=learner.lr
+^actor.optimizer.weight_decay ^actor.optimizer.lr_scheduler_type ^actor.optimizer.gradient_clipping
+^actor.gradient_checkpointing ^evaluator.freq_steps=evaluation.every_steps
+^eval_gconfig.temperature=evaluation.temperature ^saver.freq_steps=checkpoint.every_steps
+^experiment_name=tracking.experiment ^vllm.max_num_seqs ^vllm.gpu_memory_utilization
+^vllm.enforce_eager ^actor.sapo_tau_pos=algorithm.policy_loss.sapo.tau_pos
+^actor.sapo_tau_neg=algorithm.policy_loss.sapo.tau_neg
+    """),
+    rule.same("^rollout.max_head_offpolicyness",
+              note="a strict bound per token here, of admission there"),
+    rule.by("^rollout.max_concurrent_rollouts", _concurrent),
+    _backend("^rollout.backend", _engines),
     # ---- the loss
-    by("^actor.ppo_n_minibatches", _mini_batch),
-    by("^actor.eps_clip", _clip),
-    same("^actor.eps_clip_higher", "algorithm.clip_ratio_high"),
-    by("^actor.c_clip", _dual_clip),
-    same("^actor.temperature", "rollout.temperature"),
-    none("^actor.group_size ^actor.max_new_tokens", "`gconfig` counts"),
-    by("^actor.use_decoupled_loss ^actor.recompute_logprob ^actor.prox_logp_method", _anchored),
-    by("^actor.behav_imp_weight_cap", _cap),
-    by("^actor.rejection_sampling ^actor.rejection_sampling.*", _rejected),
-    by("^actor.importance_sampling_level", _level),
-    answered("^actor.m2_threshold"),
-    by("^actor.use_sapo_loss", lambda value, source: Meant(
-        {"algorithm.policy_loss": "sapo"} if boolean(value) else {}, "off")),
-    same("^actor.sapo_tau_pos", "algorithm.policy_loss.sapo.tau_pos"),
-    same("^actor.sapo_tau_neg", "algorithm.policy_loss.sapo.tau_neg"),
-    same("^actor.entropy_coeff", "algorithm.entropy_coef"),
+    rule.by("^actor.ppo_n_minibatches", _mini_batch),
+    rule.clip("^actor.eps_clip", "actor.eps_clip_higher"),
+    rule.dual_clip("^actor.c_clip"),
+    rule.by("^actor.use_decoupled_loss ^actor.recompute_logprob ^actor.prox_logp_method",
+            lambda value, source: ({"algorithm.anchor": _anchor(source)}, _TOGETHER)),
+    rule.by("^actor.behav_imp_weight_cap", lambda value, source: (
+        _importance("token", "mask", number(value)), rule.spoken("behav_imp_weight_cap", value)))
+    .when(_decoupled, "of the decoupled loss, which is off"),
+    rule.by("^actor.rejection_sampling ^actor.rejection_sampling.*", _rejected),
+    rule.ratio_level("^actor.importance_sampling_level", "sequence", _one_ratio,
+                     "responses weigh by their length there, alike here; "),
+    rule.answered("^actor.m2_threshold"),
+    rule.if_true("^actor.use_sapo_loss", {"algorithm.policy_loss": "sapo"}),
     # ---- rewards and advantages
-    by("^actor.reward_norm ^actor.reward_norm.*", _advantages),
-    by("^actor.adv_norm ^actor.adv_norm.*", _whitened),
-    none("^actor.group_reward_norm ^actor.use_adv_norm", "`reward_norm` and `adv_norm` count"),
-    by("^actor.kl_ctl", _kl),
-    words("^actor.kl_estimator", "algorithm.kl_ctrl.kl_type", {
-        "k1": "kl", "k2": "mse", "k3": "low_var_kl",
-    }),
-    by("^actor.reward_scaling", _unscaled(1)),
-    by("^actor.reward_bias", _unscaled(0)),
-    by("^actor.reward_clip", _reward_clip),
-    same("^actor.discount", "algorithm.gamma"),
-    none("^actor.gae_lambda", "of GAE, which needs a critic"),
-    none("^actor.mask_no_eos_with_zero", "it makes the reward 0 there; `algorithm.mask_truncated` "
-         "leaves the row out of the loss"),
-    switch("^actor.overlong_reward_penalty", "algorithm.overlong_buffer.enable"),
-    by("^actor.overlong_tokens", _asked("algorithm.overlong_buffer.len", "len")),
-    by("^actor.overlong_penalty_factor",
-       _asked("algorithm.overlong_buffer.penalty_factor", "factor")),
-    none("^actor.dynamic_sampling ^dynamic_bs", "`replay.filter_groups`"),
-    # ---- optimizer
-    same("^actor.optimizer.lr", "learner.lr"),
-    same("^actor.optimizer.weight_decay", "learner.weight_decay"),
-    by("^actor.optimizer.beta1 ^actor.optimizer.beta2", lambda value, source: Meant({
-        "learner.betas": [source.number("actor.optimizer.beta1", 0.9),
-                          source.number("actor.optimizer.beta2", 0.999)]})),
-    same("^actor.optimizer.gradient_clipping"),
-    words("^actor.optimizer.lr_scheduler_type", "learner.schedule", {
-        "constant": "constant", "linear": "linear", "cosine": "cosine",
-    }),
-    none("^actor.optimizer.warmup_steps_proportion", "a share of all steps: `learner.warmup_steps` "
-         "counts optimizer updates"),
-    none("^actor.optimizer.*", "AdamW is the optimizer here"),
-    same("^actor.mb_spec.max_tokens_per_mb"),
-    switch("^actor.gradient_checkpointing", "learner.gradient_checkpointing"),
-    none("^actor.fsdp.* ^actor.megatron.* ^actor.archon.* ^actor.mb_spec.*", LAYOUT_OF_OTHERS),
-    by("^actor.backend", _backend(_ranks)),
-    *adapters("^actor.lora_rank", "^actor.lora_alpha", "^actor.target_modules", "^actor.use_lora"),
-    none("^actor.use_lora ^actor.peft_type", "adapters are `model.lora`"),
-    none("^actor.weight_update_mode", "`weight_sync.backend` is auto: the fastest that there is"),
-    none("^actor.*", "how the learner is built there"),
-    # ---- operation
-    by("^allocation_mode", _allocation),
-    none("^async_training", "0 of `replay.max_staleness` is synchronous"),
-    every("^saver.freq_steps", "checkpoint.every_steps"),
-    every("^evaluator.freq_steps", "evaluation.every_steps"),
-    none("^saver.* ^evaluator.* ^recover.* ^checkpointer.*", "periods are learner steps: "
-         "`checkpoint.every_steps`, `evaluation.every_steps`"),
-    none("^sglang.* ^launcher.* ^scheduler.* ^enable_offload ^perf_tracer.*", PROCESSES),
-    same("^vllm.gpu_memory_utilization", "cluster.engine.gpu_memory_utilization"),
-    same("^vllm.max_num_seqs", "cluster.engine.max_num_seqs"),
-    switch("^vllm.enforce_eager", "cluster.engine.enforce_eager"),
-    none("^vllm.*", "an argument of the engine: see `cluster.engine.vllm`"),
-    none("^stats_logger.*", "the tracker is MLflow here (`tracking.mlflow`)"),
-    none("^cluster.*", "the cluster decides: all nodes of the Ray cluster are used"),
+    rule.by("^actor.reward_norm ^actor.reward_norm.*", _advantages),
+    rule.by("^actor.adv_norm ^actor.adv_norm.*", _whitened),
+    rule.by("^actor.kl_ctl", _kl),
+    rule.by("^actor.reward_clip", lambda value, source: (
+        {"algorithm.reward_clip": number(value) / _scaling(source)},
+        "of the raw reward here, of the scaled one there; before any statistic on both sides"))
+    .unless(lambda source: bool(source.number("actor.reward_bias")),
+            "around the shifted reward there, around 0 here"),
+    rule.same("^actor.overlong_tokens").when(_overlong, _NO_PENALTY),
+    rule.same("^actor.overlong_penalty_factor").when(_overlong, _NO_PENALTY),
+    rule.betas("^actor.optimizer.beta1", "^actor.optimizer.beta2"),
+    rule.share_of_steps("^actor.optimizer.warmup_steps_proportion", lambda source: 0),
+    _backend("^actor.backend", _ranks),
+    *rule.adapters("^actor.lora_rank", "^actor.lora_alpha", "^actor.target_modules",
+                   "^actor.use_lora"),
+    rule.by("^allocation_mode", _allocation),
+    *rule.left(f"""
+^ref.* ^teacher.* -- the reference is the initial policy, or `model.reference`
+^config -- the file that it names is not read: AReaL's defaults are taken
+^tokenizer_path -- the tokenizer is the model's
+^train_dataset.split ^valid_dataset.split -- {rule.A_PART}
+^train_dataset.* ^valid_dataset.* -- {rule.DATA_FILES}
+^gconfig.greedy -- responses are sampled while training
+^gconfig.max_tokens ^gconfig.min_new_tokens ^gconfig.* -- lengths are `rollout.prompt_length` and
+    `rollout.response_length`; nothing else is sampled by
+^eval_gconfig.* -- evaluations here are greedy, and `evaluation.n` sampled
+^rollout.consumer_batch_size -- `rollout.rollout_batch_size` is what a step takes
+^rollout.queue_size -- `replay.outstanding`, by itself
+^rollout.* -- {rule.PROCESSES}
+^actor.group_size ^actor.max_new_tokens -- `gconfig` counts
+^actor.group_reward_norm ^actor.use_adv_norm -- `reward_norm` and `adv_norm` count
+^actor.reward_scaling ^actor.reward_bias -- weights of rewards are `task.rewards`; a shift is the
+    task's
+^actor.gae_lambda -- of GAE, which needs a critic
+^actor.mask_no_eos_with_zero -- it makes the reward 0 there; `algorithm.mask_truncated` leaves the
+    row out of the loss
+^actor.dynamic_sampling ^dynamic_bs -- `replay.filter_groups`
+^actor.optimizer.* -- AdamW is the optimizer here
+^actor.fsdp.* ^actor.megatron.* ^actor.archon.* ^actor.mb_spec.* -- {rule.LAYOUT}
+^actor.use_lora ^actor.peft_type -- adapters are `model.lora`
+^actor.weight_update_mode -- `weight_sync.backend` is auto: the fastest that there is
+^actor.* -- how the learner is built there
+^async_training -- 0 of `replay.max_staleness` is synchronous
+^saver.* ^evaluator.* ^recover.* ^checkpointer.* -- periods are learner steps:
+    `checkpoint.every_steps`, `evaluation.every_steps`
+^sglang.* ^launcher.* ^scheduler.* ^enable_offload ^perf_tracer.* -- {rule.PROCESSES}
+^vllm.* -- an argument of the engine: see `cluster.engine.vllm`
+^stats_logger.* -- the tracker is MLflow here (`tracking.mlflow`)
+^cluster.* -- the cluster decides: all nodes of the Ray cluster are used
+    """),
 )  # fmt: skip
 
 
-def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
+def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
     """Say what AReaL does where a file says nothing, and we do not."""
     own = "AReaL's default"
-    yield "rollout.group_size", 1, own
-    yield "rollout.response_length", 16384, own
     batch = int(source.number("train_dataset.batch_size", 1))
-    yield "rollout.rollout_batch_size", batch, own
-    yield "learner.ppo_mini_batch_size", max(1, batch // 4), f"{own}: 4 minibatches"
-    yield "learner.lr", 1e-3, own
-    yield "learner.weight_decay", 0.01, own
-    yield "learner.betas", [0.9, 0.999], own
-    if "actor.kl_ctl" not in source.given and source.has("ref.path", "ref.experiment_name"):
-        yield "algorithm.add_token_level_kl", True, f"{own}, with a reference"
-        yield "algorithm.kl_ctrl.kl_coef", 0.1, own
-    yield "algorithm.anchor", _anchor(source), "the log-probs that AReaL's ratios are taken against"
-    yield "replay.max_staleness", 0, own
     low = source.number("actor.eps_clip", 0.2)
-    yield "algorithm.clip_ratio_low", low, own
-    yield "algorithm.clip_ratio_high", low, own
+    yield {
+        "rollout.group_size": 1, "rollout.response_length": 16384,
+        "rollout.rollout_batch_size": batch, "replay.max_staleness": 0,
+        "algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": low,
+        "learner.lr": 1e-3, "learner.weight_decay": 0.01, "learner.betas": [0.9, 0.999],
+    }, own  # fmt: skip
+    yield {"learner.ppo_mini_batch_size": max(1, batch // 4)}, f"{own}: 4 minibatches"
+    if "actor.kl_ctl" not in source.given and _referred(source):
+        paid = {"algorithm.add_token_level_kl": True, "algorithm.kl_ctrl.kl_coef": 0.1}
+        yield paid, f"{own}, with a reference"
+    why = "the log-probs that AReaL's ratios are taken against"
+    yield {"algorithm.anchor": _anchor(source)}, why
     if _norms(source, "reward_norm") == ("none", "none"):
-        yield "algorithm.adv_estimator", "raw", "no reward_norm"
+        yield _RAW, "no reward_norm"
     if not source.has("actor.reward_clip", "actor.reward_bias"):
-        yield "algorithm.reward_clip", 20.0 / _scaling(source), own
+        yield {"algorithm.reward_clip": 20.0 / _scaling(source)}, own
     if not source.has("total_train_steps"):
-        yield "run.epochs", 1, own
-    if str(source.find("actor.use_lora", False)).lower() == "true":
-        yield "model.lora.rank", 32, own
+        yield {"run.epochs": 1}, own
+    if source.on("actor.use_lora"):
+        yield {"model.lora.rank": 32}, own
 
 
-AREAL = Peer(
-    name="AReaL",
-    option="areal",
-    signs="gconfig.* rollout.max_head_offpolicyness train_dataset.* actor.eps_clip "
+AREAL = rule.Peer("AReaL", "areal", ("areal",), _RULES, _implied, signs=(
+    "gconfig.* rollout.max_head_offpolicyness train_dataset.* actor.eps_clip "
     "actor.ppo_n_minibatches allocation_mode actor.use_decoupled_loss ^total_train_epochs "
-    "stats_logger.* ^trial_name actor.mb_spec.* actor.reward_norm.*",
-    programs=("areal",),
-    rules=_RULES,
-    implied=_implied,
-)
+    "stats_logger.* ^trial_name actor.mb_spec.* actor.reward_norm.*"))  # fmt: skip

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.config.docs import options, settings
-from async_grpo.tools.migrate.names import PEERS
-from async_grpo.tools.migrate.rules import Peer, Untranslatable, spoken
+from async_grpo.tools.migrate.answers import PEERS
+from async_grpo.tools.migrate.rule import Peer, Settings, spoken
 from async_grpo.tools.migrate.source import Source
 
 
@@ -43,6 +43,15 @@ class Draft:
             first = f"`{known.keys[0]}`" if known.keys else "another key"
             self.left.append((key, self.source.given[key], f"`{name}` is what {first} makes it"))
 
+    def change(self, name: str, value: Any, note: str) -> None:
+        """Give a setting another value, and say why."""
+        known = self.kept.setdefault(name, Kept(value))
+        known.value, known.note = value, f"{known.note}; {note}" if known.note else note
+
+    def value(self, name: str) -> Any:
+        """Return what a setting is: its default where it is not kept."""
+        return self.kept[name].value if name in self.kept else settings()[name].default
+
     def leave(self, name: str, reason: str) -> None:
         """Take a setting out again, for this reason."""
         taken = self.kept.pop(name)
@@ -73,48 +82,34 @@ def walk(source: Source, peer: Peer) -> Draft:
     draft = Draft(source, peer)
     for key, value in source.given.items():
         _place(draft, key, value)
-    given = {_always(peer, key) for key, value, _ in draft.left if value is not None}
+    rules = [peer.rule(key) for key, value, _ in draft.left if value is not None]
+    about = {rule.ours for rule in rules if rule is not None}
     draft.left += source.left
-    for name, value, why in peer.implied(source):
-        if name not in draft.kept and name not in given:  # with a value that nothing here is
-            draft.put(name, value, why)
+    for implied, why in peer.implied(source):
+        for name, value in implied.items():
+            if name not in draft.kept and name not in about:  # with a value that nothing here is
+                draft.put(name, value, why)
     return draft
 
 
-def _always(peer: Peer, key: str) -> str:
-    """Return the setting that a key is always about, "" where that depends on the rest."""
-    rule = peer.rule(key)
-    return "" if rule is None else rule.ours
-
-
 def _place(draft: Draft, key: str, value: Any) -> None:
-    if key in draft.source.unresolved:
-        reason = "it refers to something that the file does not hold"
-        draft.left.append((key, value, reason))
-        return
     rule = draft.peer.rule(key)
-    if rule is None:
-        draft.left.append((key, value, _known_answer(key, value)))
-        return
-    try:
-        found = rule.convert(value, draft.source)
-    except Untranslatable as reason:
-        draft.left.append((key, value, str(reason)))
-        return
-    if not found.values:
-        draft.left.append((key, value, found.note))
-    for name, ours in found.values.items():
-        draft.put(name, ours, found.note, key=key)
+    found: Settings = {}
+    if key in draft.source.unresolved:
+        said = "it refers to something that the file does not hold"
+    elif rule is None:
+        said = _known_answer(key, value)
+    else:
+        found, said = rule.outcome(value, draft.source)
+    if not found:
+        draft.left.append((key, value, said))
+    for name, ours in found.items():
+        draft.put(name, ours, said, key=key)
 
 
 def _known_answer(key: str, value: Any) -> str:
     """Say of a key without a rule what a start of a run would say of it."""
-    path = key.split(".")
-    told = spoken(path, value)
-    if told:
-        return told
-    if path[-1] in PEERS:
-        return (
-            f"its name is that of `{PEERS[path[-1]]}` here; whether its meaning is too is for you"
-        )
-    return "no counterpart is known"
+    leaf = key.rpartition(".")[2]
+    if leaf in PEERS and not spoken(key, value):
+        return f"its name is that of `{PEERS[leaf]}` here; whether its meaning is too is for you"
+    return spoken(key, value) or "no counterpart is known"

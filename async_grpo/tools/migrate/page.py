@@ -35,43 +35,34 @@ def page(draft: Draft) -> str:
 
 
 def _section(draft: Draft, path: tuple[str, ...], tree: dict[str, Any]) -> Iterator[str]:
-    space = "  " * len(path)
+    """Return the lines of a section, or of a choice: its name and its options, each with its
+    origin.
+    """
+    space, section = "  " * len(path), ".".join(path)
     for key, value in tree.items():
         name = ".".join((*path, key))
-        if name in draft.kept and isinstance(value, dict) and value != draft.kept[name].value:
-            yield f"{space}{key}:"
-            yield from _choice(draft, name, value, f"{space}  ")
-        elif name in draft.kept:
+        if section in draft.kept:
+            name = section if key == "name" else f"{section}.{tree['name']}.{key}"
+        whole = name in draft.kept and draft.kept[name].value == value
+        if whole or not isinstance(value, dict):
             yield from _setting(space, key, draft.kept[name], draft)
         else:
             yield f"{space}{key}:"
             yield from _section(draft, (*path, key), value)
 
 
-def _choice(draft: Draft, name: str, tree: dict[str, Any], space: str) -> Iterator[str]:
-    """Return the lines of a name and its options, each with its origin."""
-    yield from _setting(space, "name", draft.kept[name], draft)
-    for key in (key for key in tree if key != "name"):
-        yield from _setting(space, key, draft.kept[f"{name}.{tree['name']}.{key}"], draft)
-
-
 def _setting(space: str, key: str, kept: Kept, draft: Draft) -> Iterator[str]:
-    written = _written(key, kept.value)
+    written, note = _written(key, kept.value), kept.note
     origins = [_origin(name, kept.value, draft) for name in kept.keys]
-    first = next(
-        one for one in draft.kept.values() if (one.keys, one.note) == (kept.keys, kept.note)
-    )
-    if first is not kept and len(kept.note) > 40:
-        origins, note = [single_line(kept.keys[0] if kept.keys else "")], "as above"
-    else:
-        note = kept.note
+    alike = (one for one in draft.kept.values() if (one.keys, one.note) == (kept.keys, note))
+    if next(alike) is not kept and len(note) > 40:
+        origins, note = [single_line(name) for name in kept.keys[:1]], "as above"
     said = single_line("; ".join(part for part in [*origins, note] if part))
     line = f"{space}{written[0]}  # {said}"
-    if len(written) == 1 and len(line) <= WIDTH:
-        yield line if said else f"{space}{written[0]}"
+    if said and len(written) == 1 and len(line) <= WIDTH:
+        yield line
         return
-    if said:
-        yield from _comment(said, indent=f"{space}# ", further=f"{space}# ")
+    yield from _comment(said, indent=f"{space}# ", further=f"{space}# ")
     yield from (f"{space}{part}" for part in written)
 
 
@@ -90,11 +81,7 @@ def _origin(key: str, ours: Any, draft: Draft) -> str:
 
 
 def _comment(text: str, *, indent: str = "# ", further: str = "# ") -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=further,
-        break_long_words=False,
-        break_on_hyphens=False,
+    wrapper = textwrap.TextWrapper(
+        WIDTH, indent, further, break_long_words=False, break_on_hyphens=False
     )
+    return wrapper.wrap(text)

@@ -15,7 +15,7 @@ from async_grpo.tools.migrate.areal import AREAL
 from async_grpo.tools.migrate.openrlhf import OPENRLHF
 from async_grpo.tools.migrate.prime_rl import PRIME_RL
 from async_grpo.tools.migrate.roll import ROLL
-from async_grpo.tools.migrate.rules import Peer
+from async_grpo.tools.migrate.rule import Peer
 from async_grpo.tools.migrate.source import Source, read_source
 from async_grpo.tools.migrate.trl import TRL
 from async_grpo.tools.migrate.verl import VERL

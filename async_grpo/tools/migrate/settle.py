@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,7 +19,7 @@ from async_grpo.config.load import ConfigError, resolve
 from async_grpo.config.schema import Config
 from async_grpo.config.unused import unused
 from async_grpo.tasks.registry import HELD_OUT
-from async_grpo.tools.migrate.draft import Draft, Kept
+from async_grpo.tools.migrate.draft import Draft
 
 _NAMED = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)*)(?:: [^`]*)?`")
 _CHOSEN = ["algorithm.adv_estimator", "algorithm.policy_loss", "rollout.rollout_batch_size"]
@@ -31,7 +30,18 @@ _LONGEST = 1_000
 
 _FILTER = "replay.filter_groups"
 _MINI, _TOKENS = "learner.ppo_mini_batch_size", "learner.tokens_per_micro_batch"
-_MODE = "algorithm.loss_agg_mode"
+_STALE, _EVERY = "replay.max_staleness", "weight_sync.every_steps"
+_MODE, _AVERAGE = "algorithm.loss_agg_mode", "seq-mean-token-mean"
+_NEEDED = (
+    (("run.name",), "migrated", ""),
+    (("run.dir",), "runs/{name}", ""),
+    (("run.total_steps", "run.epochs"), 500, ": learner steps to train"),
+    (("model.path",), "path/to/the/model", ": directory, or name on the hub"),
+)
+"""What a run needs one of, and has where the file does not say it."""
+_DATA = re.compile(r"data|file|env|reward")
+_TASKS = {"gsm8k": "openai/gsm8k:main", "math": "DigitalLearningGmbH/MATH-lighteval"}
+"""Built-in tasks that data is named after, and their rows."""
 
 
 def settle(draft: Draft) -> Config:
@@ -40,51 +50,32 @@ def settle(draft: Draft) -> Config:
         value = draft.kept[name].value
         if isinstance(value, str) and (len(value) > _LONGEST or not value.isprintable()):
             draft.leave(name, "longer than a name, or not printable")
-    _complete(draft)
     while True:
+        _complete(draft)
         _drop_options(draft)
         _fit(draft)
         found = _first_problem(draft)
         if isinstance(found, Config):
             return found
         names, sentence = found
-        if _MODE in names and _averages_responses(draft, sentence):
+        loss = draft.kept.get("algorithm.policy_loss")
+        of_responses = loss is not None and POLICY_LOSSES.require(loss.value).response_ratio
+        if _MODE in names and of_responses and draft.value(_MODE) != _AVERAGE:
+            draft.change(_MODE, _AVERAGE, sentence)
             continue
         kept = [name for name in names if name in draft.kept]
         if not kept:
             raise AssertionError(f"what is left is refused all the same: {sentence}")
         draft.leave(min(kept, key=_CHOSEN.count), sentence)
-        _complete(draft)
-
-
-def _drop_options(draft: Draft) -> None:
-    """Leave options of what is not chosen."""
-    for name in [name for name in draft.kept if name in options()]:
-        setting, chosen, _ = name.rsplit(".", 2)
-        known = draft.kept.get(setting)
-        value = settings()[setting].default if known is None else known.value
-        if value != chosen:
-            draft.leave(name, f"an option of {chosen}, and `{setting}` is {value}")
 
 
 def _complete(draft: Draft) -> None:
     """Fill in what a run needs and the file does not say."""
-    where = "not in the file"
-    needed: list[tuple[tuple[str, ...], Any, str]] = [
-        (("run.name",), "migrated", where),
-        (("run.dir",), "runs/{name}", where),
-        (("run.total_steps", "run.epochs"), 500, f"{where}: learner steps to train"),
-        (("model.path",), "path/to/the/model", f"{where}: directory, or name on the hub"),
-    ]
-    for names, value, note in needed:
+    for names, value, what in _NEEDED:
         if not draft.kept.keys() & set(names):
-            draft.kept[names[0]] = Kept(value, [], note)
-    if "task.name" not in draft.kept:
-        _guess_task(draft)
-
-
-def _guess_task(draft: Draft) -> None:
-    """Name a task by what the file's data is called, and rows to train."""
+            draft.put(names[0], value, f"not in the file{what}")
+    if "task.name" in draft.kept:
+        return
     given = draft.source.given.items()
     said = " ".join(f"{key} {value}".lower() for key, value in given if _DATA.search(key.lower()))
     found = next(((name, rows) for name, rows in _TASKS.items() if name in said), None)
@@ -93,51 +84,34 @@ def _guess_task(draft: Draft) -> None:
     draft.put("task.name", name, f"{how}: a built-in task, or a class of yours (docs/tasks.md)")
     if "task.train" not in draft.kept:
         draft.put("task.train", rows, f"{how}: the rows to train")
-        if found and "task.eval" not in draft.kept:
+        if found:
             draft.put("task.eval", HELD_OUT[name], f"{how}: the rows to evaluate")
 
 
-_DATA = re.compile(r"data|file|env|reward")
-_TASKS = {"gsm8k": "openai/gsm8k:main", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""Built-in tasks that data is named after, and their rows."""
-
-
-# ---- what has to fit together ----
+def _drop_options(draft: Draft) -> None:
+    """Leave options of what is not chosen."""
+    for name in [name for name in draft.kept if name in options()]:
+        setting, chosen, _ = name.rsplit(".", 2)
+        if draft.value(setting) != chosen:
+            draft.leave(name, f"an option of {chosen}, and `{setting}` is {draft.value(setting)}")
 
 
 def _fit(draft: Draft) -> None:
     """Change sizes that would be refused for each other, and say so."""
     _fit_filter(draft)
-    kept = draft.kept
-    batch, mini = _number(draft, "rollout.rollout_batch_size"), kept.get(_MINI)
-    if mini is not None and _number(draft, _MINI) > 0 and 0 < batch < 10**6 and batch % mini.value:
-        note = f"{mini.value} does not divide the batch of {batch} groups"
-        sizes = range(1, min(mini.value, batch) + 1)
-        _change(mini, max(size for size in sizes if batch % size == 0), note)
-    longest = _number(draft, "rollout.prompt_length") + _number(draft, "rollout.response_length")
-    if 0 < _number(draft, _TOKENS) < longest < 2**40:
-        note = f"raised to the longest row, {longest} tokens"
-        _change(kept.setdefault(_TOKENS, Kept(longest)), longest, note)
-    most, every = _number(draft, "replay.max_staleness") + 1, kept.get("weight_sync.every_steps")
-    if every is not None and _number(draft, "weight_sync.every_steps") > most:
-        note = f"at most `replay.max_staleness` + 1 here, not {every.value}"
-        _change(every, most, note)
-
-
-def _averages_responses(draft: Draft, sentence: str) -> bool:
-    """Give a loss with one ratio per response its aggregation; say whether that is a change."""
-    loss = draft.kept.get("algorithm.policy_loss")
-    if loss is None or not POLICY_LOSSES.require(loss.value).response_ratio:
-        return False
-    mode = draft.kept.setdefault(_MODE, Kept(None))
-    if mode.value == "seq-mean-token-mean":
-        return False
-    _change(mode, "seq-mean-token-mean", sentence)
-    return True
-
-
-def _change(kept: Kept, value: Any, note: str) -> None:
-    kept.value, kept.note = value, f"{kept.note}; {note}" if kept.note else note
+    batch, mini, tokens, stale, every, *lengths = (
+        value if isinstance(value := draft.value(name), int) else 0
+        for name in ("rollout.rollout_batch_size", _MINI, _TOKENS, _STALE, _EVERY,
+                     "rollout.prompt_length", "rollout.response_length")
+    )  # fmt: skip
+    if mini > 0 and 0 < batch < 10**6 and batch % mini:
+        sizes = range(1, min(mini, batch) + 1)
+        note = f"{mini} does not divide the batch of {batch} groups"
+        draft.change(_MINI, max(size for size in sizes if batch % size == 0), note)
+    if 0 < tokens < sum(lengths) < 2**40:
+        draft.change(_TOKENS, sum(lengths), f"raised to the longest row, {sum(lengths)} tokens")
+    if every > stale + 1:
+        draft.change(_EVERY, stale + 1, f"at most `{_STALE}` + 1 here, not {every}")
 
 
 def _fit_filter(draft: Draft) -> None:
@@ -151,12 +125,6 @@ def _fit_filter(draft: Draft) -> None:
         draft.put(f"{_FILTER}.zero_variance", False, why)
     else:
         draft.leave(f"{_FILTER}.enable", why)
-
-
-def _number(draft: Draft, name: str) -> int:
-    known = draft.kept.get(name)
-    value = settings()[name].default if known is None else known.value
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 # ---- what the schema says ----

@@ -18,12 +18,9 @@ from typing import Any
 from async_grpo.config import yaml12
 from async_grpo.config.docs import single_line
 from async_grpo.errors import SetupError
-from async_grpo.tools.migrate.command_lines import (
-    CommandLine,
-    command_line_of,
-    looks_like_a_command,
-)
+from async_grpo.tools.migrate import command_lines
 from async_grpo.tools.migrate.interpolation import resolve_all
+from async_grpo.tools.migrate.values import TRUE
 
 LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
 """Sizes beyond which a file is no configuration."""
@@ -62,6 +59,10 @@ class Source:
         known = isinstance(value, int | float) and not isinstance(value, bool)
         return value if known and abs(value) < 2**63 else default
 
+    def on(self, *keys: str) -> bool:
+        """Whether one of the keys is true, also in YAML 1.1's words."""
+        return any(str(self.find(key)).lower() in TRUE for key in keys)
+
     def has(self, *keys: str) -> bool:
         """Whether one of the keys is given a value."""
         return any(self.find(key) is not None for key in keys)
@@ -71,14 +72,13 @@ def read_source(path: Path) -> Source:
     """Read a file. Raises SetupError."""
     shown, text = single_line(str(path)), text_of(path)
     kind = _kind(path.suffix, text)
-    line = CommandLine()
+    line = command_lines.CommandLine()
     if kind == "command":
-        line = command_line_of(text)
+        line = command_lines.command_line_of(text)
         if not line.options:
             raise SetupError(f"{shown} holds no command line with options.")
     else:
-        tree = _toml(shown, text) if kind == "toml" else _yaml(shown, text)
-        line.options += _flat(shown, tree)
+        line.options += _flat(shown, _tree(kind, shown, text))
     given: dict[str, Any] = {}
     for key, value in line.options:
         if key in given:
@@ -116,30 +116,18 @@ def text_of(path: Path) -> str:
 
 
 def _kind(suffix: str, text: str) -> str:
-    if suffix == ".toml":
-        return "toml"
-    if suffix in (".yaml", ".yml"):
-        return "yaml"
-    return "command" if looks_like_a_command(text) else "yaml"
+    known = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+    return known.get(suffix) or ("command" if command_lines.looks_like_a_command(text) else "yaml")
 
 
-def _yaml(path: str, text: str) -> Any:
+def _tree(kind: str, shown: str, text: str) -> Any:
     try:
-        tree, _ = yaml12.read(text)
-    except yaml12.YamlError as error:
-        at = f", line {error.line}" if error.line else ""
-        raise SetupError(f"{path}{at}: this is not valid YAML: {single_line(str(error))}.") from (
-            error
-        )
-    return tree
-
-
-def _toml(path: str, text: str) -> Any:
-    try:
-        return tomllib.loads(text)
+        return tomllib.loads(text) if kind == "toml" else yaml12.read(text)[0]
     except (ValueError, RecursionError) as error:
+        line = getattr(error, "line", 0)
+        at = f", line {line}" if line else ""
         why = single_line(str(error)) if isinstance(error, ValueError) else "nested too deeply"
-        raise SetupError(f"{path}: this is not valid TOML: {why}.") from error
+        raise SetupError(f"{shown}{at}: this is not valid {kind.upper()}: {why}.") from error
 
 
 def _flat(path: str, tree: Any) -> Iterator[tuple[str, Any]]:

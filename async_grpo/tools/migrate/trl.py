@@ -7,41 +7,13 @@ says nothing. Invariant: as of `verl`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
-from async_grpo.tools.migrate.common import (
-    DATA_FILES,
-    PROCESSES,
-    adapters,
-    data,
-    directory,
-    file_name,
-    kl_in_loss,
-    mlflow_among,
-    off_is_zero,
-    precision,
-    resume,
-    schedule,
-)
-from async_grpo.tools.migrate.rules import (
-    Convert,
-    Meant,
-    Peer,
-    Untranslatable,
-    boolean,
-    by,
-    groups_of,
-    none,
-    number,
-    same,
-    spoken,
-    switch,
-    to,
-    whole,
-    words,
-)
+from async_grpo.tools.migrate import rule
+from async_grpo.tools.migrate.rule import Outcome, Settings
 from async_grpo.tools.migrate.source import Source
+from async_grpo.tools.migrate.values import boolean, groups_of, number, whole
 
 _ASYNC = ("max_staleness", "max_inflight_tasks", "queue_maxsize", "weight_sync_steps")
 """Keys of the asynchronous trainer alone."""
@@ -70,393 +42,253 @@ def _updates(source: Source) -> int:
     return max(1, batch // mini) * max(1, int(source.number("num_iterations", 1)))
 
 
-def _rows(value: Any, source: Source) -> Meant:
+def _groups(source: Source) -> Settings:
     batch, mini = _sizes(source)
+    return {"rollout.rollout_batch_size": batch, "learner.ppo_mini_batch_size": mini}
+
+
+def _per_prompt(source: Source) -> str:
+    return f"rows / {source.number('num_generations', 8):g} responses per prompt"
+
+
+def _rows(value: Any, source: Source) -> Outcome:
     row = source.number("max_prompt_length", 512) + source.number("max_completion_length", 256)
-    return Meant(
-        {
-            "rollout.rollout_batch_size": batch,
-            "learner.ppo_mini_batch_size": mini,
-            "learner.tokens_per_micro_batch": int(whole(value) * row),
-        },
-        f"rows of each of {_processes(source):g} processes there (times their "
-        "number: accelerate knows it); here groups of all, and tokens",
+    return {**_groups(source), "learner.tokens_per_micro_batch": int(whole(value) * row)}, (
+        f"rows of each of {_processes(source):g} processes there (times their number: accelerate "
+        "knows it); here groups of all, and tokens"
     )
 
 
-def _counted(value: Any, source: Source) -> Meant:
-    batch, mini = _sizes(source)
-    found = {"rollout.rollout_batch_size": batch, "learner.ppo_mini_batch_size": mini}
-    return Meant(found, f"rows / {source.number('num_generations', 8):g} responses per prompt")
+def _steps(keys: str, ours: str) -> rule.KeyRule:
+    """Take a number of optimizer steps in learner steps."""
 
-
-def _period(ours: str) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
+    def convert(value: Any, source: Source) -> Outcome:
         updates = _updates(source)
         if 0 < number(value) < 1:
-            raise Untranslatable("a share of all steps; here a number of learner steps")
-        steps = max(0, math.ceil(number(value) / updates))
-        return Meant({ours: steps}, _unit(updates))
+            return "a share of all steps; here a number of learner steps"
+        note = f"optimizer steps there, learner steps of {updates} updates here"
+        found = {ours: max(0, math.ceil(number(value) / updates))}
+        return (found, note) if updates > 1 else found
 
-    return convert
-
-
-def _unit(updates: int) -> str:
-    return f"optimizer steps there, learner steps of {updates} updates here" if updates > 1 else ""
+    return rule.by(keys, convert)
 
 
-def _steps(value: Any, source: Source) -> Meant:
-    if whole(value) <= 0:
-        raise Untranslatable("-1 leaves it to num_train_epochs")
-    updates = _updates(source)
-    return Meant({"run.total_steps": math.ceil(whole(value) / updates)}, _unit(updates))
+def _endless(source: Source) -> bool:
+    return not source.number("max_steps") > 0
 
 
-def _epochs(value: Any, source: Source) -> Meant:
-    if source.number("max_steps") > 0:
-        raise Untranslatable("max_steps counts")
-    note = "" if number(value) == int(number(value)) else "whole passes here"
-    return Meant({"run.epochs": max(1, math.ceil(number(value)))}, note)
+def _periodic(what: str, ours: str, strategies: str) -> tuple[rule.KeyRule, ...]:
+    """Take `save_steps` and the like, and the strategy that may switch them off."""
+    never, counts = ("no", "false"), "- `steps` is what there is here; its number counts"
+    strategy = {**dict.fromkeys(never, 0), **dict.fromkeys(("steps", "epoch", "true"), counts)}
+    off = f"{what}_strategy"
+    return rule.words(strategies, ours, strategy), _steps(f"^{what}_steps", ours).unless(
+        lambda source: str(source.find(off, "")).lower() in never, f"{off} is no"
+    )
 
 
-def _saving(strategy: str) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
-        if str(value) in ("no", "false", "False"):
-            return Meant({strategy: 0})
-        raise Untranslatable("`steps` is what there is here; its number counts")
-
-    return convert
-
-
-def _saved(ours: str, switch_key: str) -> Convert:
-    def convert(value: Any, source: Source) -> Meant:
-        if str(source.find(switch_key, "")) in ("no", "False"):
-            raise Untranslatable(f"{switch_key} is no")
-        return _period(ours)(value, source)
-
-    return convert
-
-
-def _warmup_share(value: Any, source: Source) -> Meant:
-    if source.number("warmup_steps") > 0:
-        raise Untranslatable("warmup_steps counts")
-    steps = source.number("max_steps")
-    if number(value) and steps <= 0:
-        raise Untranslatable("a share of steps whose number is not in the file; set it in updates")
-    return Meant({"learner.warmup_steps": math.ceil(number(value) * max(0, steps))}, "in updates")
-
-
-_LOSSES: dict[str, tuple[str, str, str]] = {
+_LOSSES = {
     "grpo": ("ppo_clip", "seq-mean-token-mean", ""),
     "bnpo": ("ppo_clip", "token-mean", "of each micro-batch there, global here"),
     "dapo": ("ppo_clip", "token-mean", ""),
     "dr_grpo": ("ppo_clip", "seq-mean-token-sum-norm", ""),
     "cispo": ("cispo", "token-mean", ""),
     "sapo": ("sapo", "seq-mean-token-mean", ""),
+    "luspo": ("gspo", "seq-mean-token-sum", rule.spoken("loss_type", "luspo")),
 }
+"""Loss of TRL -> ours, its aggregation, and what is said."""
 
 
-def _sequence(source: Source) -> bool:
-    return bool(source.find("importance_sampling_level") == "sequence")
-
-
-def _loss(value: Any, source: Source) -> Meant:
-    if str(value) == "luspo":
-        low = source.number("epsilon", 0.2)
-        summed: dict[str, Any] = {
-            "algorithm.policy_loss": "gspo",
-            "algorithm.loss_agg_mode": "seq-mean-token-sum",
-            "algorithm.clip_ratio_low": low,
-            "algorithm.clip_ratio_high": source.number("epsilon_high", low),
-        }
-        return Meant(summed, spoken(["loss_type"], value))
+def _loss(value: Any, source: Source) -> Outcome:
     if str(value) not in _LOSSES:
-        raise Untranslatable(f"there is no loss `{value}` here; ppo_clip is in its place")
+        return f"there is no loss `{value}` here; ppo_clip is in its place"
     loss, mode, note = _LOSSES[str(value)]
     found: dict[str, Any] = {"algorithm.loss_agg_mode": mode}
-    if loss != "ppo_clip" or not _sequence(source):
+    if loss != "ppo_clip" or source.find("importance_sampling_level") != "sequence":
         found["algorithm.policy_loss"] = loss
-    return Meant(found, note)
+    return {**found, **(_interval(source) if loss == "gspo" else {})}, note
 
 
-def _level(value: Any, source: Source) -> Meant:
-    if str(value) == "token":
-        return Meant({}, "the losses have the ratio of tokens")
-    if str(value) != "sequence":
-        raise Untranslatable("allowed are token and sequence")
-    told = spoken(["importance_sampling_level"], value)
-    low = source.number("epsilon", 0.2)
-    return Meant(
-        {
-            "algorithm.policy_loss": "gspo",
-            "algorithm.clip_ratio_low": low,
-            "algorithm.clip_ratio_high": source.number("epsilon_high", low),
-        },
-        told,
-    )
+def _interval(source: Source) -> Settings:
+    return rule.interval(source, "epsilon", "epsilon_high")
 
 
-def _summed(value: Any, source: Source) -> Meant:
-    if str(value) != "normalize_then_sum":
-        return Meant({}, "components are weighted and added up, then compared")
-    return Meant(
-        {
-            "algorithm.adv_estimator": "raw",
-            "algorithm.whiten_advantages": True,
-            "task.rewards_norm": "group",
-        },
-        spoken(["multi_objective_aggregation"], value),
-    )
+def _cispo(source: Source) -> bool:
+    return bool(source.find("loss_type") == "cispo")
 
 
-def _clip(value: Any, source: Source) -> Meant:
-    if source.find("loss_type") == "cispo":
-        return Meant({"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL")
-    found = {"algorithm.clip_ratio_low": number(value)}
-    if not source.has("epsilon_high"):
-        found["algorithm.clip_ratio_high"] = number(value)
-    return Meant(found)
+def _clip(value: Any, source: Source) -> Outcome:
+    if _cispo(source):
+        return {"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL"
+    return rule.clip("", "epsilon_high").convert(value, source)
 
 
-def _clip_high(value: Any, source: Source) -> Meant:
-    if source.find("loss_type") == "cispo":
-        return Meant(
-            {
-                "algorithm.clip_ratio_high": round(number(value) - 1, 9),
-                "algorithm.clip_ratio_low": 1.0,
-            },
-            spoken(["epsilon_high"], value)
-            or "a cap of the ratio itself there, of its distance to 1 here",
-        )
-    return Meant({"algorithm.clip_ratio_high": number(value)})
-
-
-def _delta(value: Any, source: Source) -> Meant:
-    found = {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": number(value)}
-    return Meant(found, "caps the ratio there, the loss of negative advantages here: the same")
-
-
-def _scale(value: Any, source: Source) -> Meant:
-    meant = str(value).lower()
-    if meant in ("none", "false"):
-        return Meant({"algorithm.norm_adv_by_std_in_grpo": False})
-    if meant == "batch":
-        return Meant({"algorithm.adv_std_level": "batch"}, "the deviation of the learner step")
-    if meant in ("group", "true"):
-        return Meant({"algorithm.norm_adv_by_std_in_grpo": True})
-    raise Untranslatable("allowed are group, batch and none")
+def _clip_high(value: Any, source: Source) -> Outcome:
+    if not _cispo(source):
+        return {"algorithm.clip_ratio_high": number(value)}
+    note = "a cap of the ratio itself there, of its distance to 1 here"
+    high = round(number(value) - 1, 9)
+    found = {"algorithm.clip_ratio_high": high, "algorithm.clip_ratio_low": 1.0}
+    return found, rule.spoken("epsilon_high", value) or note
 
 
 def _corrected(source: Source) -> bool:
-    used = str(source.find("use_vllm", False)).lower() == "true" and not source.has(*_ASYNC)
-    given = source.find("vllm_importance_sampling_correction", True)
-    return used and str(given).lower() != "false"
+    off = str(source.find("vllm_importance_sampling_correction", True)).lower() == "false"
+    return source.on("use_vllm") and not source.has(*_ASYNC) and not off
 
 
-_MODES = {
-    "token_truncate": ("token", "truncate"),
-    "token_mask": ("token", "mask"),
-    "sequence_truncate": ("sequence", "truncate"),
-    "sequence_mask": ("sequence", "mask"),
-}
-_NO_CORRECTION = "no correction: without `use_vllm`, or off"
+_MODES = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
+_ALLOWED = f"allowed as vllm_importance_sampling_mode are {', '.join(_MODES)}"
 
 
-def _importance(source: Source) -> dict[str, Any]:
+def _importance(source: Source) -> Settings:
     """Say what corrects vLLM's log-probs; nothing for a mode that TRL does not have."""
     name = str(source.find("vllm_importance_sampling_mode", "sequence_mask"))
-    if name not in _MODES:
-        return {}
-    level, mode = _MODES[name]
+    level, _, mode = name.partition("_")
     cap = source.number("vllm_importance_sampling_cap", 3.0)
-    found = {
-        "algorithm.importance.level": level,
-        "algorithm.importance.mode": mode,
-        "algorithm.importance.upper": source.number("vllm_importance_sampling_clip_max", cap),
-    }
+    upper = source.number("vllm_importance_sampling_clip_max", cap)
+    found: dict[str, Any] = {"level": level, "mode": mode, "upper": upper}
     if source.has("vllm_importance_sampling_clip_min"):
-        found["algorithm.importance.lower"] = source.number("vllm_importance_sampling_clip_min")
-    return found
+        found["lower"] = source.number("vllm_importance_sampling_clip_min")
+    known = found.items() if name in _MODES else ()
+    return {f"algorithm.importance.{name}": value for name, value in known}
 
 
-def _correction(value: Any, source: Source) -> Meant:
-    if not _corrected(source):
-        return Meant({}, _NO_CORRECTION)
-    found = _importance(source)
-    if not found:
-        raise Untranslatable(f"allowed as vllm_importance_sampling_mode are {', '.join(_MODES)}")
-    return Meant(found)
-
-
-def _refreshed(value: Any, source: Source) -> Meant:
+def _refreshed(value: Any, source: Source) -> Outcome:
     if not boolean(value):
-        return Meant({"model.reference_refresh_steps": 0})
-    updates = _updates(source)
-    steps = math.ceil(source.number("ref_model_sync_steps", 512) / updates)
+        return {"model.reference_refresh_steps": 0}
+    steps = math.ceil(source.number("ref_model_sync_steps", 512) / _updates(source))
     note = "the reference takes the weights over as a whole here, mixed there"
-    return Meant({"model.reference_refresh_steps": steps}, note)
+    return {"model.reference_refresh_steps": steps}, note
 
 
-def _data_set(value: Any, source: Source) -> Meant:
-    found = data("dataset_name", "task.train").convert(value, source)
-    name, _, usual = str(found.values["task.train"]).partition(":")
+def _data_set(value: Any, source: Source) -> Outcome:
+    found, reason = rule.data("", "task.train").outcome(value, source)
+    if not found:
+        return reason
+    name, _, usual = str(found["task.train"]).partition(":")
     part, split = source.find("dataset_config", usual), source.find("dataset_train_split")
     if part or split:
         name = f"{name}:{part or 'default'}" + (f":{split}" if split else "")
-    return Meant({"task.train": name})
+    return {"task.train": name}
 
 
-def _mode(value: Any, source: Source) -> Meant:
-    layout = {"colocate": "colocated", "server": "split"}.get(str(value))
-    if layout is None:
-        raise Untranslatable("allowed are colocate and server")
-    return Meant({"cluster.layout": layout})
+def _kl(value: Any, source: Source) -> Outcome:
+    if number(value) == 0:
+        return {"algorithm.use_kl_loss": False}
+    found = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": number(value)}
+    return found, "of the KL to the reference, k3"
 
+
+_SUMMED = {
+    "normalize_then_sum": (
+        rule.COMPONENTS, rule.spoken("multi_objective_aggregation", "normalize_then_sum")),
+    "sum_then_normalize": "- components are weighted and added up, then compared",
+}  # fmt: skip
+_BY_STD: dict[str, Any] = {
+    "none": False, "false": False, "group": True, "true": True,
+    "batch": ({"algorithm.adv_std_level": "batch"}, "the deviation of the learner step"),
+}  # fmt: skip
 
 _RULES = (
-    file_name("^run_name"),
-    directory("^output_dir"),
-    none("^overwrite_output_dir", "a run in a directory that has one continues it"),
-    same("^seed", "seed"),
-    none("^data_seed", "the order of problems is that of `seed`"),
-    by("^max_steps", _steps),
-    by("^num_train_epochs", _epochs),
-    none("^config", "the file that it names is not read: TRL's defaults are taken"),
-    # ---- model
-    same("^model_name_or_path"),
-    words("^torch_dtype ^dtype", "model.dtype", {
-        "bfloat16": "bfloat16", "float32": "float32", "auto": "auto",
-        "float16": "- learner and engines compute in bfloat16 or float32",
-    }),
-    precision("^bf16", "bfloat16"),
-    none("^fp16 ^tf32", "learner and engines compute in bfloat16 or float32"),
-    switch("^trust_remote_code", "model.trust_remote_code"),
-    switch("^cast_lm_head_to_fp32"),
-    none("^attn_implementation", "attention of packed rows is the learner's own"),
-    none("^model_revision ^model_init_kwargs* ^use_peft ^lora_dropout ^lora_task_type "
-         "^lora_modules_to_save", "how the model is loaded; adapters are `model.lora`"),
-    *adapters("^lora_r", "^lora_alpha", "^lora_target_modules", "^use_peft"),
-    none("^load_in_8bit ^load_in_4bit ^use_rslora ^use_dora ^use_bnb*", "weights are not quantised "
-         "while training here"),
-    # ---- data and rewards
-    by("^dataset_name", _data_set),
-    none("^dataset_config ^dataset_train_split", "a part of `task.train`"),
-    none("^dataset_test_split ^dataset_streaming ^shuffle_dataset ^remove_unused_columns "
-         "^dataloader_*", DATA_FILES),
-    none("^reward_funcs ^reward_model_name_or_path", "write them as the `score` of a task "
-         "(docs/tasks.md)"),
-    none("^reward_weights", "`task.rewards`, a weight by the name of each component"),
-    # ---- batch
-    same("^num_generations"),
-    by("^per_device_train_batch_size", _rows),
-    by("^gradient_accumulation_steps ^steps_per_generation ^generation_batch_size", _counted),
-    none("^num_processes ^nproc_per_node ^nnodes",
-         "`learner.ranks`, and what groups are counted over"),
-    none("^per_device_eval_batch_size ^num_generations_eval", "engines take what fits"),
-    same("^max_prompt_length"),
-    same("^max_completion_length"),
-    same("^num_iterations"),
-    same("^temperature", "rollout.temperature"),
-    same("^top_p", "rollout.top_p"),
-    to("^top_k", "rollout.top_k", off_is_zero),
-    none("^min_p ^repetition_penalty ^generation_kwargs*", "not while training here: the learner "
-         "could not repeat it"),
+    *rule.alike("""
+^seed ^run_name ^output_dir ^model_name_or_path ^torch_dtype ^dtype ^cast_lm_head_to_fp32
+^trust_remote_code ^num_generations ^max_prompt_length ^max_completion_length
+^temperature=rollout.temperature ^top_p ^top_k ^mask_truncated_completions ^top_entropy_quantile
+^off_policy_mask_threshold ^use_bias_correction_kl ^num_iterations ^learning_rate ^weight_decay
+^warmup_steps ^lr_scheduler_type ^max_grad_norm ^gradient_checkpointing ^weight_sync_steps
+^eval_on_start=evaluation.before ^save_total_limit ^resume_from_checkpoint
+^report_to=tracking.mlflow ^vllm_tensor_parallel_size ^vllm_gpu_memory_utilization
+^sapo_temperature_pos ^sapo_temperature_neg
+    """),
+    _steps("^max_steps", "run.total_steps").unless(
+        _endless, "-1 leaves it to num_train_epochs"),
+    rule.to("^num_train_epochs", "run.epochs", lambda value: max(1, math.ceil(number(value))),
+            "whole passes here").when(_endless, "max_steps counts"),
+    rule.if_true("^bf16", {"model.dtype": "bfloat16"}, "off there; `model.dtype` is auto here"),
+    *rule.adapters("^lora_r", "^lora_alpha", "^lora_target_modules", "^use_peft"),
+    rule.by("^dataset_name", _data_set),
+    rule.by("^per_device_train_batch_size", _rows),
+    rule.by("^gradient_accumulation_steps ^steps_per_generation ^generation_batch_size",
+            lambda value, source: (_groups(source), _per_prompt(source))),
     # ---- algorithm
-    kl_in_loss("^beta"),
-    by("^epsilon", _clip),
-    by("^epsilon_high", _clip_high),
-    by("^delta", _delta),
-    by("^loss_type", _loss),
-    by("^importance_sampling_level", _level),
-    by("^scale_rewards", _scale),
-    switch("^mask_truncated_completions"),
-    switch("^use_bias_correction_kl"),
-    same("^off_policy_mask_threshold"),
-    same("^top_entropy_quantile"),
-    by("^multi_objective_aggregation", _summed),
-    same("^sapo_temperature_pos"),
-    same("^sapo_temperature_neg"),
-    by("^sync_ref_model", _refreshed),
-    none("^ref_model_sync_steps", "of sync_ref_model, as `model.reference_refresh_steps`"),
-    none("^ref_model_mixup_alpha", "the reference takes the weights over as a whole"),
-    by("^vllm_importance_sampling_*", _correction),
-    same("^max_staleness", "replay.max_staleness", "per token here, per sample there"),
-    same("^weight_sync_steps", "weight_sync.every_steps"),
-    none("^max_inflight_tasks ^queue_maxsize", "`replay.outstanding`, by itself"),
-    # ---- optimizer
-    same("^learning_rate", "learner.lr"),
-    same("^weight_decay", "learner.weight_decay"),
-    by("^adam_beta1 ^adam_beta2", lambda value, source: Meant({"learner.betas": [
-        source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]})),
-    same("^warmup_steps", "learner.warmup_steps"),
-    by("^warmup_ratio", _warmup_share),
-    schedule("^lr_scheduler_type"),
-    none("^lr_scheduler_kwargs* ^optim ^optim_args ^adam_epsilon", "AdamW is the optimizer here"),
-    same("^max_grad_norm"),
-    switch("^gradient_checkpointing", "learner.gradient_checkpointing"),
-    none("^gradient_checkpointing_kwargs* ^use_liger_kernel ^use_liger_loss ^torch_compile* "
-         "^ds3_gather_for_generation ^deepspeed ^fsdp* ^accelerator_config* ^ddp_*",
-         "how the learner is laid out; here `learner.zero_stage` and `learner.deepspeed`"),
-    # ---- engines
-    none("^use_vllm", "the engine is always vLLM"),
-    by("^vllm_mode", _mode),
-    same("^vllm_gpu_memory_utilization"),
-    same("^vllm_tensor_parallel_size"),
-    none("^vllm_* ^use_transformers_paged ^cache_implementation", PROCESSES),
-    # ---- operation
-    by("^save_strategy", _saving("checkpoint.every_steps")),
-    by("^save_steps", _saved("checkpoint.every_steps", "save_strategy")),
-    same("^save_total_limit"),
-    by("^eval_strategy ^evaluation_strategy", _saving("evaluation.every_steps")),
-    by("^eval_steps", _saved("evaluation.every_steps", "eval_strategy")),
-    switch("^eval_on_start", "evaluation.before"),
-    resume("^resume_from_checkpoint"),
-    mlflow_among("^report_to"),
-    none("^logging_* ^log_completions ^num_completions_to_print ^log_level ^disable_tqdm "
-         "^log_unique_prompts ^wandb_*", "every learner step is logged"),
-    none("^push_to_hub ^hub_* ^do_train ^do_eval ^save_only_model",
-         "`async-grpo export`"),
+    rule.by("^beta", _kl),
+    rule.by("^epsilon", _clip),
+    rule.by("^epsilon_high", _clip_high),
+    rule.dual_clip("^delta", "a cap of the ratio there, of the loss here: the same"),
+    rule.by("^loss_type", _loss),
+    rule.ratio_level("^importance_sampling_level", "sequence", _interval),
+    rule.by("^scale_rewards", rule.words("", "algorithm.norm_adv_by_std_in_grpo", _BY_STD).convert),
+    rule.words("^multi_objective_aggregation", "", _SUMMED),
+    rule.by("^sync_ref_model", _refreshed),
+    rule.by("^vllm_importance_sampling_*", lambda value, source: _importance(source) or _ALLOWED)
+    .when(_corrected, "no correction: without `use_vllm`, or off"),
+    rule.same("^max_staleness", note="per token here, per sample there"),
+    rule.betas("^adam_beta1", "^adam_beta2"),
+    rule.share_of_steps("^warmup_ratio", lambda source: max(0, source.number("max_steps")))
+        .unless(lambda source: source.number("warmup_steps") > 0, "warmup_steps counts"),
+    rule.words("^vllm_mode", "cluster.layout", {"colocate": "colocated", "server": "split"}),
+    *_periodic("save", "checkpoint.every_steps", "^save_strategy"),
+    *_periodic("eval", "evaluation.every_steps", "^eval_strategy ^evaluation_strategy"),
+    *rule.left(f"""
+^overwrite_output_dir -- a run in a directory that has one continues it
+^data_seed -- the order of problems is that of `seed`
+^config -- the file that it names is not read: TRL's defaults are taken
+^fp16 ^tf32 -- learner and engines compute in bfloat16 or float32
+^attn_implementation -- attention of packed rows is the learner's own
+^model_revision ^model_init_kwargs* ^use_peft ^lora_dropout ^lora_task_type ^lora_modules_to_save
+    -- how the model is loaded; adapters are `model.lora`
+^load_in_8bit ^load_in_4bit ^use_rslora ^use_dora ^use_bnb* -- weights are not quantised while
+    training here
+^dataset_config ^dataset_train_split -- a part of `task.train`
+^dataset_test_split ^dataset_streaming ^shuffle_dataset ^remove_unused_columns ^dataloader_*
+    -- {rule.DATA_FILES}
+^reward_funcs ^reward_model_name_or_path -- write them as the `score` of a task (docs/tasks.md)
+^reward_weights -- `task.rewards`, a weight by the name of each component
+^num_processes ^nproc_per_node ^nnodes -- `learner.ranks`, and what groups are counted over
+^per_device_eval_batch_size ^num_generations_eval -- engines take what fits
+^min_p ^repetition_penalty ^generation_kwargs* -- not while training here: the learner could not
+    repeat it
+^ref_model_sync_steps -- of sync_ref_model, as `model.reference_refresh_steps`
+^ref_model_mixup_alpha -- the reference takes the weights over as a whole
+^max_inflight_tasks ^queue_maxsize -- `replay.outstanding`, by itself
+^lr_scheduler_kwargs* ^optim ^optim_args ^adam_epsilon -- AdamW is the optimizer here
+^gradient_checkpointing_kwargs* ^use_liger_kernel ^use_liger_loss ^torch_compile*
+    ^ds3_gather_for_generation ^deepspeed ^fsdp* ^accelerator_config* ^ddp_* -- how the learner is
+    laid out; here `learner.zero_stage` and `learner.deepspeed`
+^use_vllm -- the engine is always vLLM
+^vllm_* ^use_transformers_paged ^cache_implementation -- {rule.PROCESSES}
+^logging_* ^log_completions ^num_completions_to_print ^log_level ^disable_tqdm ^log_unique_prompts
+    ^wandb_* -- every learner step is logged
+^push_to_hub ^hub_* ^do_train ^do_eval ^save_only_model -- `async-grpo export`
+    """),
 )  # fmt: skip
 
 
-def _implied(source: Source) -> Iterable[tuple[str, Any, str]]:
+def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
     """Say what TRL does where a file says nothing, and we do not."""
-    own = "TRL's default"
-    batch, mini = _sizes(source)
-    yield "rollout.rollout_batch_size", batch, own
-    yield "learner.ppo_mini_batch_size", mini, own
-    yield "rollout.response_length", 256, own
-    low = source.number("epsilon", 0.2)
-    if source.find("loss_type") == "cispo":
-        yield "algorithm.clip_ratio_low", 1.0, "cispo has no lower bound in TRL"
-        yield "algorithm.clip_ratio_high", 4.0, "the ratio's cap of 5 that is usual with cispo"
+    own, streaming = "TRL's default", source.has(*_ASYNC)
+    yield {**_groups(source), "rollout.response_length": 256, "learner.betas": [0.9, 0.999],
+           "learner.schedule": "linear"}, own  # fmt: skip
+    if _cispo(source):
+        yield {"algorithm.clip_ratio_low": 1.0}, "cispo has no lower bound in TRL"
+        yield {"algorithm.clip_ratio_high": 4.0}, "the ratio's cap of 5 that is usual with cispo"
     elif source.find("loss_type") != "sapo":
-        yield "algorithm.clip_ratio_low", low, own
-        yield "algorithm.clip_ratio_high", low, own
-    streaming = source.has(*_ASYNC)
+        low = source.number("epsilon", 0.2)
+        yield {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": low}, own
     anchor = "behavior" if streaming else "recomputed"
-    yield "algorithm.anchor", anchor, "the log-probs that TRL's ratios are taken against"
+    yield {"algorithm.anchor": anchor}, "the log-probs that TRL's ratios are taken against"
     if _corrected(source):
-        for name, value in _importance(source).items():
-            yield name, value, "TRL corrects vLLM's log-probs by default"
-    bound = "TRL's default" if streaming else "TRL generates, then trains; 1 and more overlaps"
-    yield "replay.max_staleness", 4 if streaming else 0, bound
-    if not source.number("max_steps") > 0:
-        yield "run.epochs", 3, own
-    if str(source.find("use_peft", False)).lower() == "true":
-        yield "model.lora.rank", 16, own
-    yield "learner.betas", [0.9, 0.999], own
-    yield "learner.schedule", "linear", own
+        yield _importance(source), "TRL corrects vLLM's log-probs by default"
+    bound = own if streaming else "TRL generates, then trains; 1 and more overlaps"
+    yield {"replay.max_staleness": 4 if streaming else 0}, bound
+    if _endless(source):
+        yield {"run.epochs": 3}, own
+    if source.on("use_peft"):
+        yield {"model.lora.rank": 16}, own
 
 
-TRL = Peer(
-    name="TRL",
-    option="trl",
-    signs="^num_generations ^max_completion_length ^per_device_train_batch_size "
-    "^model_name_or_path ^gradient_accumulation_steps ^loss_type ^use_vllm ^vllm_mode "
-    "^num_iterations ^scale_rewards "
-    "^report_to ^learning_rate ^generation_batch_size ^epsilon ^beta",
-    programs=("trl",),
-    rules=_RULES,
-    implied=_implied,
-)
+TRL = rule.Peer("TRL", "trl", ("trl",), _RULES, _implied, signs=(
+    "^num_generations ^max_completion_length ^per_device_train_batch_size ^model_name_or_path "
+    "^gradient_accumulation_steps ^loss_type ^use_vllm ^vllm_mode ^num_iterations ^scale_rewards "
+    "^report_to ^learning_rate ^generation_batch_size ^epsilon ^beta"))  # fmt: skip
