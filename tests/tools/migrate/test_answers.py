@@ -86,7 +86,7 @@ def test_every_answer_names_settings_that_there_are_with_values_that_they_take(
     file.write_text(BASE)
     for one in ANSWERS:
         for named in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: ([^`]+))?`", one.says):
-            key, value = named[0], named[1].replace("...", "0.1")  # yours to choose
+            key, value = named
             assert key in known, f"{one.keys}: {key}"
             if value:
                 load_config(file, [*MORE.get(value, []), f"{key}={value}"])
