@@ -5,15 +5,19 @@ kills and restarts.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_grpo.observe.tracking import tracker as tracking
+from async_grpo.observe.tracking.outbox import Outbox
 from async_grpo.observe.tracking.sink import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.tools.report.sync import sync
@@ -30,6 +34,11 @@ def _history(run: Path) -> list[tuple[int, float]]:
 
 def _folder(run_dir: Path, tracker: Tracker) -> Path:
     return run_dir / "folder" / str(tracker.run_id)
+
+
+def _nothing_waits(run_dir: Path) -> None:
+    state = run_dir / STATE
+    _until(lambda: json.loads(state.read_text())[0]["todo"] == [], "there is nothing to write")
 
 
 def _run(run_dir: Path, step: int, **options: Any) -> Tracker:
@@ -140,29 +149,154 @@ def test_what_a_tracker_refuses_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     tracker.log(1, {"a": 1.0, "refused": 1.0, "score": 0.1, "z": 1.0})
     tracker.log_artifact(tmp_path / "hf", name="model", register="a/b")
+    tracker.log_artifact(tmp_path / "hf", name="refused", register="adder")
     tracker.finish("FINISHED")
-    assert (tracker.errors, tracker.unsent) == (2, 0)
+    assert (tracker.errors, tracker.unsent) == (4, 0)
     run = _folder(tmp_path, tracker)
     assert {name for name, *_ in points_of(run)} == {"a", "score", "z"}
     assert (run / "model").is_dir() and json.loads((tmp_path / STATE).read_text())[0]["todo"] == []
+    assert not (tmp_path / "folder" / "model adder").exists(), "its files did not come"
 
 
 def test_how_a_run_ended_is_told_though_nothing_can_be_written(tmp_path: Path) -> None:
     notes: list[str] = []
     tracker = _tracker(tmp_path, kind=Folder, notes=notes)
     tracker.start()
-    state = tmp_path / STATE
-    _until(lambda: json.loads(state.read_text())[0]["todo"] == [], "there is nothing to write")
-    state.with_suffix(".json.tmp").mkdir()  # in the way of what is written
+    _nothing_waits(tmp_path)
+    (tmp_path / STATE).with_suffix(".json.tmp").mkdir()  # in the way of what is written
+    (tmp_path / "hf").mkdir()
     tracker.log(1, {"score": 0.1})
+    tracker.log_artifact(tmp_path / "hf")
     tracker.finish("FINISHED")
-    assert (_folder(tmp_path, tracker) / "status").read_text() == "FINISHED"
+    run = _folder(tmp_path, tracker)
+    assert (run / "status").read_text() == "FINISHED"
+    assert _history(run) == [(1, 0.1)] and (run / "hf").is_dir()
+    assert tracker.errors > 0, "what cannot be noted is an error"
     assert notes[-1].startswith("Folder does not have all of this run: ")
 
 
-def test_a_registry_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_answer_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
     (tmp_path / "hf").mkdir()
-    tracker = _tracker(tmp_path, kind=Folder)
+    tracker = _tracker(tmp_path, kind=Folder, notes=notes)
+    tracker.start()
+    _nothing_waits(tmp_path)
+    hangs, back = threading.Event(), threading.Event()
+    monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(os, "fsync", lambda _: (hangs.set(), back.wait(WITHIN_S)))
+    tracker.log_artifact(tmp_path / "hf")
+    ending = threading.Thread(target=tracker.finish, args=("FINISHED",), daemon=True)
+    try:
+        assert hangs.wait(WITHIN_S)
+        ending.start()
+        ending.join(WITHIN_S / 4)
+        assert not ending.is_alive()
+    finally:
+        back.set()
+    assert "it lacks perhaps what was sent last (the disk does not take " in notes[-1]
+
+
+def test_an_end_that_comes_while_the_sender_turns_round_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endings: list[threading.Thread] = []
+
+    class Turning(threading.Event):
+        """The run ends while the sender forgets why it was woken."""
+
+        def clear(self) -> None:
+            super().clear()
+            if endings and endings[0].ident is None:
+                endings[0].start()
+                _until(self.is_set, "the run ends")
+                super().clear()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Event", Turning)
+        tracker = _tracker(tmp_path, kind=Folder)
+    tracker.start()
+    endings.append(threading.Thread(target=tracker.finish, args=("FINISHED",)))
+    tracker.log(1, {"score": 0.1})
+    _until(lambda: endings[0].ident is not None, "the sender is woken")
+    endings[0].join(tracking.FINISH_TIMEOUT_S / 2)
+    assert not endings[0].is_alive(), "it waited for a sender that slept"
+    assert (_folder(tmp_path, tracker) / "status").read_text() == "FINISHED"
+
+
+def test_a_run_is_known_at_once_and_gets_its_rows_though_parameters_fail(tmp_path: Path) -> None:
+    run_dir, server = tmp_path / "run", tmp_path / "server"
+    run_dir.mkdir()
+    server.mkdir()
+    (server / "no pairs").touch()
+    tracker = _tracker(run_dir, kind=Folder, uri=str(server))
+    tracker.start()
+    tracker.tag("note", "fine")
+    tracker.log(1, {"score": 0.1})
+    _until(lambda: tracker.unsent == 0, "the row is sent")
+    for copy in ("killed", "again"):  # what a killed process leaves
+        shutil.copytree(run_dir, tmp_path / copy)
+    tracker.finish("FINISHED")
+    (server / "no pairs").unlink()
+    run = server / str(tracker.run_id)
+    assert sync(tmp_path / "killed", Folder)[-1].endswith("is complete: KILLED")
+    assert (run / "status").read_text() == "KILLED" and _history(run) == [(1, 0.1)]
+    assert (run / "parameter run.name").read_text() == "tracked"
+    _run(tmp_path / "again", 2, uri=str(server), resume=tracker.run_id)
+    assert [one["status"] for one in json.loads((tmp_path / "again" / STATE).read_text())] == [
+        "FINISHED"
+    ], "the resumed run is the one that was killed"
+    assert _history(run) == [(1, 0.1), (2, 0.2)] and list(run.parent.iterdir()) == [run]
+
+
+def test_a_torn_line_of_samples_is_not_waited_for(tmp_path: Path) -> None:
+    notes: list[str] = []
+    tracker = _tracker(tmp_path, kind=Folder, notes=notes)
+    tracker.start()
+    tracker.log_samples([{"prompt": "1+1="}])
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write('{"prom')
+    tracker.finish("FINISHED")
+    shown = _folder(tmp_path, tracker) / "samples"
+    assert json.loads(shown.read_text()) == [{"prompt": "1+1="}] and notes == []
+    shown.unlink()
+    assert sync(tmp_path, Folder)[-1].endswith("is complete: FINISHED") and not shown.exists()
+
+
+def test_many_rows_are_few_calls_and_fewer_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, written = _run(tmp_path, 1), []
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.writelines(map(_row, range(2, 9002)))
+    monkeypatch.setattr(os, "fsync", written.append)
+    assert sync(tmp_path, Folder)[0] == "9000 rows sent"
+    calls = (_folder(tmp_path, tracker) / "calls").read_text().splitlines()
+    assert [len(json.loads(steps)) for steps in calls] == [1, *[900] * 10]
+    assert len(written) < 7, "not at every call"
+
+
+def test_a_directory_is_opened_again_after_a_failure(tmp_path: Path) -> None:
+    _run(tmp_path, 1)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(_row(2))
+    outbox = Outbox(tmp_path, "Folder")
+    in_the_way = (tmp_path / STATE).with_suffix(".json.tmp")
+    in_the_way.mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        outbox.open()
+    in_the_way.rmdir()
+    for one in (Outbox(tmp_path, "Folder"), outbox):
+        one.open()
+        assert (len(one.runs), one.unsent) == (1, 1)
+        one.close()
+
+
+def test_a_registry_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    notes: list[str] = []
+    (tmp_path / "hf").mkdir()
+    tracker = _tracker(tmp_path, kind=Folder, notes=notes)
     tracker.start()
     (tmp_path / "folder" / "no registry").touch()
     tracker.log_artifact(tmp_path / "hf", name="model", register="adder")
@@ -170,6 +304,7 @@ def test_a_registry_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     [entry] = json.loads((tmp_path / STATE).read_text())
     assert entry["todo"] == [{"model": "adder", "place": "model"}]
+    assert "does not have all of this run: it lacks adder (no registry)" in notes[-1]
     (tmp_path / "folder" / "no registry").unlink()
     sync(tmp_path, Folder)
     assert (tmp_path / "folder" / "model adder").exists()

@@ -269,6 +269,25 @@ def test_a_resumed_run_whose_mlflow_run_is_gone_sends_everything_to_a_new_one(
     assert MlflowClient(second.uri).get_run(second.run_id).data.params["run.name"] == "tracked"
 
 
+def test_a_run_that_is_deleted_while_it_trains_is_sent_to_a_new_one(
+    finished: tuple[Tracker, Path], tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    tracker = _tracker(tmp_path, uri=finished[0].uri)
+    tracker.start()
+    tracker.log(1, {"score": 0.5})
+    _until(lambda: tracker.unsent == 0, "the first row is sent")
+    gone = tracker.run_id
+    MlflowClient(tracker.uri).delete_run(gone)
+    tracker.log(2, {"score": 0.6})
+    _until(lambda: tracker.unsent == 0, "the rows are sent again")
+    assert tracker.run_id not in (gone, None)
+    tracker.finish("FINISHED")
+    assert tracker.errors == 1, "one attempt failed, and nothing was refused"
+    assert [point[:2] for point in _history(tracker.uri, tracker.run_id)] == [(1, 0.5), (2, 0.6)]
+
+
 def test_runs_of_one_directory_do_not_mix(
     finished: tuple[Tracker, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,9 +451,8 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         started = time.monotonic()
         tracker.finish("FAILED")
         assert time.monotonic() - started < tracking.FINISH_TIMEOUT_S + 5
-        assert "2 rows of metrics.jsonl are not sent (" in notes[-1] and notes[-1].endswith(
-            f"async-grpo report --sync {tmp_path}"
-        )
+        assert "it lacks 2 rows of metrics.jsonl, status or tags, samples (" in notes[-1]
+        assert notes[-1].endswith(f"async-grpo report --sync {tmp_path}")
         assert verbs.report(["--sync", str(tmp_path)]) == 2
         assert "2 rows are left" in capsys.readouterr().err
     finally:
@@ -480,7 +498,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(
     offline.log(1, {"score": 0.1})
     assert "not reached yet" in offline.summary
     offline.finish("KILLED")
-    assert "training goes on" in notes[0] and "1 rows of metrics.jsonl are not sent" in notes[-1]
+    assert "training goes on" in notes[0] and "it lacks 1 rows of metrics.jsonl, " in notes[-1]
     patience(60)
     resumed = _tracker(
         tmp_path, uri=server.uri, resumed=True

@@ -15,7 +15,8 @@ from async_grpo.observe.tracking.sink import Gone, Point, Refused, RunFacts
 class Folder:
     """A tracker whose server is a folder: one of its own per run, with a CSV file of points.
 
-    A file `away` in it stands for a server that does not answer.
+    A file `away` in it stands for a server that does not answer, `no pairs` for one that fails with
+    parameters and tags.
     """
 
     title = "Folder"
@@ -44,6 +45,8 @@ class Folder:
         points: Sequence[Point] = (),
     ) -> None:
         run = self._run(run_id)
+        if (parameters or tags) and (Path(self.address) / "no pairs").exists():
+            raise ConnectionError("no pairs")
         if any(point.name == "refused" for point in points):
             raise Refused("no such metric, please")
         with open(run / "calls", "a") as calls:
@@ -61,6 +64,8 @@ class Folder:
 
     def put(self, run_id: str, path: Path, place: str) -> None:
         target = self._run(run_id) / place
+        if place == "refused":
+            raise Refused("no such place, please")
         if path.is_dir():
             shutil.copytree(path, target, dirs_exist_ok=True)
         else:

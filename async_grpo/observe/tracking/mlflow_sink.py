@@ -121,15 +121,21 @@ class MlflowSink:
     ) -> None:
         """See `TrackerSink`; MLflow gets 500 characters of a parameter, and 5,000 of a tag."""
         from mlflow.entities import Metric, Param, RunTag
+        from mlflow.exceptions import MlflowException
 
-        self._client.log_batch(
-            run_id,
-            metrics=[Metric(*point) for point in points],
-            params=[
-                Param(name, value[:_PARAMETER_LENGTH]) for name, value in (parameters or {}).items()
-            ],
-            tags=[RunTag(name, value[:_TAG_LENGTH]) for name, value in (tags or {}).items()],
-        )
+        pairs = (parameters or {}).items()
+        try:
+            self._client.log_batch(
+                run_id,
+                metrics=[Metric(*point) for point in points],
+                params=[Param(name, text[:_PARAMETER_LENGTH]) for name, text in pairs],
+                tags=[RunTag(name, text[:_TAG_LENGTH]) for name, text in (tags or {}).items()],
+            )
+        except MlflowException as error:
+            refused = error.get_http_status_code() == 400  # as everything of a deleted run
+            if refused and self._client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise Gone(one_line(error)) from error
+            raise
 
     @_answers()
     def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:

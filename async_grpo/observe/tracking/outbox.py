@@ -7,7 +7,7 @@ gone. Knows no tracker.
 
 Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the
 kernel releases when the process dies); an entry without an end whose process is gone was killed;
-the file is replaced whole, and has a run's id once the tracker has the run's parameters.
+the file is replaced whole, and has a run's key before there is a run, and its id soon after.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +30,7 @@ from async_grpo.runtime.text import one_line
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _CONFIG = {"path": "config.yaml", "place": "config.yaml"}
-_READ_BYTES, _COUNT_BYTES = 64 << 10, 1 << 20
+_READ_BYTES, _COUNT_BYTES = 256 << 10, 1 << 20
 _SAMPLE_ROWS, _SAMPLE_BYTES = 1000, 16 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a network file system without locks."""
@@ -56,7 +58,10 @@ class TrackedRun(RunFacts):
     asked: int = 1
     """How often status or tags were set."""
     told: int = 0
-    """How much of `asked` the tracker has."""
+    tagged: int = 0
+    """How much of `asked` the tracker has, of the status and of the tags."""
+    described: bool = False
+    """Whether it has the parameters."""
     todo: list[dict[str, str]] = field(default_factory=lambda: [_CONFIG])
     """What is sent once: a `path` (relative: in the run directory), to be called `place` there; and
     what is there at `place` as a version of a `model`.
@@ -108,32 +113,33 @@ class Outbox:
         """
         if self._file is not None:
             return
-        file = open(self.run_dir / METRICS, "r+b")  # noqa: SIM115 (closed by `close`)
-        try:
-            _lock(file)
-            known = json.loads(self.state.read_bytes()) if self.state.exists() else []
-            earlier = [
-                run
-                for run in map(_run_of, known)  # without those of which there is nothing
-                if run.run_id or self._limit(METRICS, run.metrics.end) > run.metrics.begin
-            ]
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            file.close()
-            raise TrackingError(
-                f"another process sends the metrics of {self.run_dir} to {self._title}; wait until "
-                "it has ended"
-                if isinstance(error, BlockingIOError)
-                else f"{self.state} cannot be used ({one_line(error)}); move it away to begin a "
-                f"new {self._title} run"
-            ) from error
-        with self._lock:
-            new = self.runs[-1] if self.runs else None
-            first = self._limit(METRICS, None if new is None else new.metrics.sent)
-            self.runs = self._joined(earlier, new, resumed=resumed)
-            for part in (run.metrics for run in self.runs):
-                self.unsent += self._rows(part.sent, min(first, self._limit(METRICS, part.end)))
-            self._file = file
-            self.save()  # a run's key is on the disk before there is a run with it
+        with ExitStack() as opened:
+            file = opened.enter_context(open(self.run_dir / METRICS, "r+b"))
+            try:
+                _lock(file)
+                known = json.loads(self.state.read_bytes()) if self.state.exists() else []
+                earlier = [
+                    run
+                    for run in map(_run_of, known)  # without those of which there is nothing
+                    if run.run_id or self._limit(METRICS, run.metrics.end) > run.metrics.begin
+                ]
+            except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+                raise TrackingError(
+                    f"another process sends the metrics of {self.run_dir} to {self._title}; wait "
+                    "until it has ended"
+                    if isinstance(error, BlockingIOError)
+                    else f"{self.state} cannot be used ({one_line(error)}); move it away to begin "
+                    f"a new {self._title} run"
+                ) from error
+            with self._lock:
+                new = self.runs[-1] if self.runs else None
+                first = self._limit(METRICS, None if new is None else new.metrics.sent)
+                runs = self._joined(earlier, new, resumed=resumed)
+                unsent = sum(self._rows(run, before=first) for run in runs)
+                self._write(runs)  # a run's key is on the disk before there is a run with it
+                self.runs, self.unsent = runs, unsent
+                self._file = file
+            opened.pop_all()  # `close` closes it
 
     def _joined(
         self, earlier: list[TrackedRun], new: TrackedRun | None, *, resumed: bool
@@ -155,10 +161,11 @@ class Outbox:
             for part, begun in ((run.metrics, new.metrics), (run.samples, new.samples)):
                 part.end = begun.sent if part.end is None else min(part.end, begun.sent)
             if new.run_id is not None and run.run_id == new.run_id:
-                run.told = run.asked  # status and tags are the new one's affair now
+                run.told, run.tagged = run.asked, run.asked  # the new one's affair now
         if new.run_id is not None:  # begun in another directory, from which the tracker has what is
             new.metrics.begin = new.samples.begin = 0  # here, unless it lost the run
-        return [*(run for run in earlier if not self.is_complete(run)), new]
+            new.described = True
+        return [*(run for run in earlier if self.waiting(run)), new]
 
     # ---- what is to be sent ----
 
@@ -173,6 +180,16 @@ class Outbox:
             self.runs[-1].change(tags or {}, todo, status, int(time.time() * 1000))
             if status is not None:
                 self.save()
+
+    @contextmanager
+    def idle(self, within_s: float) -> Iterator[None]:
+        """Keep other threads from writing. Raises TimeoutError if one does so all the time."""
+        if not self._lock.acquire(timeout=within_s):
+            raise TimeoutError(f"the disk does not take {self.state}")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def lines(self, run: TrackedRun) -> list[bytes]:
         """Read the next rows that the tracker does not have: some whole lines."""
@@ -196,13 +213,21 @@ class Outbox:
         with open(self.run_dir / SAMPLES, "rb") as file:
             file.seek(start)
             *lines, rest = file.read(limit - start).split(b"\n")
+        if (end := limit - len(rest)) <= part.sent:  # the rest is being written, or torn
+            return [], part.sent
         rows = lines[int(start > part.begin) :][-_SAMPLE_ROWS:]
-        return [json.loads(line) for line in rows], limit - len(rest)
+        return [json.loads(line) for line in rows], end
 
-    def is_complete(self, run: TrackedRun) -> bool:
-        """Whether the tracker has everything of this run, the status included."""
-        waiting = run.todo or self.lines(run) or self.samples(run)[0]
-        return run.run_id is not None and run.told == run.asked and not waiting
+    def waiting(self, *runs: TrackedRun) -> list[str]:
+        """Name what the tracker does not have of these runs."""
+        rows = sum(map(self._rows, runs))
+        names = [f"{rows} rows of {METRICS}"] if rows else []
+        for run in runs:
+            names += [] if run.told == run.tagged == run.asked else ["status or tags"]
+            names += [] if run.described else ["parameters"]
+            names += ["samples"] if self.samples(run)[0] else []
+            names += [item.get("model", item["place"]) for item in run.todo]
+        return list(dict.fromkeys(names))
 
     # ---- what the tracker has ----
 
@@ -211,20 +236,20 @@ class Outbox:
         run.metrics.sent += sum(map(len, lines))
         self.rows_sent += len(lines)
         self.unsent -= len(lines)
-        self.save()
 
-    def has_item(self, run: TrackedRun, item: dict[str, str]) -> None:
-        """Note that the tracker has this of `todo`, or never will."""
+    def has_items(self, run: TrackedRun, items: list[dict[str, str]]) -> None:
+        """Note that the tracker has these of `todo`, or never will."""
         with self._lock:
-            run.todo.remove(item)
-            self.save()
+            run.todo = [item for item in run.todo if item not in items]
 
     def forget(self, run: TrackedRun) -> None:
         """Note that the tracker does not have this run (any more)."""
         with self._lock:
-            self.unsent += self._rows(run.metrics.begin, run.metrics.sent)
-            run.run_id, run.told = None, 0
+            sent = run.metrics.sent
             run.metrics.sent, run.samples.sent = run.metrics.begin, run.samples.begin
+            self.unsent += self._rows(run, before=sent)
+            run.run_id, run.described = None, False
+            run.told, run.tagged = 0, 0
             run.todo = [_CONFIG, *(item for item in run.todo if item != _CONFIG)]
 
     # ---- the files ----
@@ -232,14 +257,8 @@ class Outbox:
     def save(self) -> None:
         """Write the file, unless the lock is another's by now."""
         with self._lock:
-            if self._file is None:
-                return
-            temporary = self.state.with_suffix(".json.tmp")
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump([asdict(run) for run in self.runs], file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.state)
+            if self._file is not None:
+                self._write(self.runs)
 
     def close(self) -> None:
         """Write the file and release the lock; what a thread still sends is not noted."""
@@ -251,15 +270,24 @@ class Outbox:
                     self._file.close()
                     self._file = None
 
+    def _write(self, runs: list[TrackedRun]) -> None:
+        temporary = self.state.with_suffix(".json.tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump([asdict(run) for run in runs], file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.state)
+
     def _limit(self, name: str, end: int | None) -> int:
         path = self.run_dir / name
         size = path.stat().st_size if path.exists() else 0
         return size if end is None else min(size, end)
 
-    def _rows(self, start: int, end: int) -> int:
-        count, left = 0, end - start
+    def _rows(self, run: TrackedRun, before: float = math.inf) -> int:
+        part, count = run.metrics, 0
+        left = int(min(before, self._limit(METRICS, part.end))) - part.sent
         with open(self.run_dir / METRICS, "rb") as file:
-            file.seek(start)
+            file.seek(part.sent)
             while left > 0 and (chunk := file.read(min(_COUNT_BYTES, left))):
                 count += chunk.count(b"\n")
                 left -= len(chunk)
@@ -270,12 +298,12 @@ def _run_of(entry: dict[str, Any]) -> TrackedRun:
     """Read an entry of the file, also one of when MLflow was the only tracker."""
     if "sent" in entry:
         old: dict[str, Any] = {"places": {}, "models": {}, "tags": {}, "tags_sent": False} | entry
-        told = old["status_sent"] == old["status"] and (old["tags_sent"] or not old["tags"])
         kept = ("uri", "experiment", "name", "parameters", "created", "key", "tags", "status")
         paths = {path: old["places"].get(path, Path(path).name) for path in old["artifacts"]}
-        entry = {name: old[name] for name in (*kept, "ended")} | {
-            "run_id": old["run_id"] if old["parameters_sent"] else None,  # its key finds it
-            "told": int(told),
+        entry = {name: old[name] for name in (*kept, "ended", "run_id")} | {
+            "described": old["parameters_sent"],
+            "told": int(old["status_sent"] == old["status"]),
+            "tagged": int(old["tags_sent"] or not old["tags"]),
             "metrics": {name: old[name] for name in ("begin", "sent", "end")},
             "samples": {name: old[f"samples_{name}"] for name in ("begin", "sent", "end")},
             "todo": [{"path": path, "place": place} for path, place in paths.items()]

@@ -201,7 +201,8 @@ class Tracker:
     def conclude(self, status: Status) -> None:
         """Note on the disk how the run ended, in case nothing comes after this."""
         try:
-            self._outbox.change(status=status)
+            with self._outbox.idle(self._left_s):
+                self._outbox.change(status=status)
         except OSError as error:
             self._last_error = one_line(error)
 
@@ -239,6 +240,11 @@ class Tracker:
                 self._full = True
         self._wake.set()
 
+    @property
+    def _left_s(self) -> float:
+        """How long `finish` may still wait."""
+        return min(FINISH_TIMEOUT_S, max(POLL_S, self._deadline - time.monotonic()))
+
     def _where(self) -> str:
         return (f"run {self.run_id}" if self.run_id else "not reached yet") + self._sink.where()
 
@@ -247,8 +253,8 @@ class Tracker:
     def _run(self) -> None:
         delay, failed = _FIRST_RETRY_S, False
         while time.monotonic() < self._deadline:  # else `finish` has given up
-            last = self._finishing.is_set()
             self._wake.clear()
+            last = self._finishing.is_set()  # read last: what comes now wakes again
             sent = self._attempt()
             self._tried.set()
             if self._failure is not None:
@@ -291,19 +297,21 @@ class Tracker:
     def _finish_sending(self) -> None:
         """Wait for the thread until the deadline, and say what is left."""
         if self._failure is None:
-            self._thread.join(FINISH_TIMEOUT_S)
+            self._thread.join(self._left_s)
         if self._thread.is_alive() and not self._last_error:
             self._last_error = f"no answer within {FINISH_TIMEOUT_S:.0f} s"
+        lacks: list[str] = []
         try:
-            complete = all(map(self._outbox.is_complete, self._outbox.runs))
-            self._outbox.close()
-        except OSError as error:
-            self._last_error, complete = one_line(error), False
-        if not complete and self._failure is None:
+            lacks = self._outbox.waiting(*self._outbox.runs)
+            with self._outbox.idle(self._left_s):
+                self._outbox.close()
+        except OSError as error:  # then nobody knows later that it was sent
+            self._last_error, lacks = one_line(error), lacks or ["perhaps what was sent last"]
+        if lacks and self._failure is None:
             reason = f" ({self._last_error})" if self._last_error else ""
             self._note(
-                f"{self._sink.title} does not have all of this run: {self.unsent} rows of {METRICS}"
-                f" are not sent{reason}; send the rest with: "
+                f"{self._sink.title} does not have all of this run: it lacks {', '.join(lacks)}"
+                f"{reason}; send the rest with: "
                 f"async-grpo report --sync {shlex.quote(str(self._outbox.run_dir))}"
             )
 
