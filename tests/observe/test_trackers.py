@@ -410,7 +410,20 @@ def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
     assert not (newest / "parameter run.name").exists()
 
 
-def test_a_run_of_before_without_its_parameters_is_found_by_its_key(tmp_path: Path) -> None:
+def test_a_complete_run_of_before_gets_nothing_again(tmp_path: Path) -> None:
+    tracker = _run(tmp_path, 1)
+    [entry] = json.loads((tmp_path / STATE).read_text())
+    del entry["described"], entry["tagged"]
+    (tmp_path / STATE).write_text(json.dumps([entry]))
+    parameter = _folder(tmp_path, tracker) / "parameter run.name"
+    parameter.unlink()
+    sync(tmp_path, Folder)
+    _run(tmp_path, 2)
+    assert not parameter.exists()
+    assert len(json.loads((tmp_path / STATE).read_text())) == 1, "the complete one is forgotten"
+
+
+def test_a_run_of_before_gets_the_parameters_that_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(_row(1))
     run = tmp_path / "folder" / "grpo" / "k"
     run.mkdir(parents=True)

@@ -309,6 +309,8 @@ def _run_of(entry: dict[str, Any]) -> TrackedRun:
             "todo": [{"path": path, "place": place} for path, place in paths.items()]
             + [{"model": model, "place": place} for model, place in old["models"].items()],
         }
+    # Once a run's id was noted only after its parameters, and `told` included the tags.
+    entry = {"described": entry["run_id"] is not None, "tagged": entry["told"]} | entry
     metrics, samples = FilePart(**entry.pop("metrics")), FilePart(**entry.pop("samples"))
     return TrackedRun(metrics=metrics, samples=samples, **entry)
 
