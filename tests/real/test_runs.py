@@ -181,6 +181,7 @@ def test_an_openai_client_plays_episodes(tmp_path: Path) -> None:
         "command": [sys.executable, "-m", "tests.support.real_tasks"],
         "of": "jsonl",
         "of_options": {"match": "contains"},
+        "rewards": {"correct": 1.0, "digits": 0.5},
         "directory": str(ROOT),
     }
     rows = {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "held_out.jsonl")}

@@ -28,6 +28,10 @@ def write_rows(path: Path, *, start: int, count: int) -> Path:
     return path
 
 
+def share_of_digits(text: str) -> float:
+    return sum(letter.isdigit() for letter in text) / (len(text) or 1)
+
+
 class Sums:
     """A sum, and another try for who is wrong: messages go through the model's chat template.
     Digits are worth something, so that there is something to learn where no answer is right.
@@ -62,17 +66,17 @@ class Tries:
         # the first word is never taken, so that every episode has a second turn
         right = float(self.tries > 1 and self.answer in action.text)
         if right or self.tries == 3:
-            digits = sum(letter.isdigit() for letter in action.text) / (len(action.text) or 1)
-            return Observation(
-                rewards={"correct": right, "digits": digits}, done=True, verdict=right
-            )
+            rewards = {"correct": right, "digits": share_of_digits(action.text)}
+            return Observation(rewards=rewards, done=True, verdict=right)
         return Observation("Are you sure? Answer again.")
 
     def close(self) -> None: ...
 
 
 def main() -> None:
-    """A program that plays an episode of two turns with the client as it is."""
+    """A program that plays an episode of two turns with the client as it is. Digits are worth
+    something here too.
+    """
     from openai import OpenAI
 
     problem, client = json.load(sys.stdin), OpenAI()
@@ -81,8 +85,8 @@ def main() -> None:
         said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
         messages += [said, {"role": "user", "content": "Are you sure? Answer again."}]
         text = said.content or ""
-    right = float(problem["reference"]["answer"] in text)
-    print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+    right, digits = float(problem["reference"]["answer"] in text), share_of_digits(text)
+    print(json.dumps({"rewards": {"correct": right, "digits": digits}, "verdict": right}))
 
 
 if __name__ == "__main__":
