@@ -29,8 +29,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.config.load import load_config
-from async_grpo.run.trainer import Trainer
+from async_grpo.config.load import load_config, resolve
+from async_grpo.run.preflight.model import made_model
 from benchmarks.harness import aim, machine, spread, write_docs
 from benchmarks.tails import MODELS, TailModel
 from benchmarks.throughput.bare import bare_generation
@@ -120,7 +120,8 @@ def measure(plan: Plan, part: str) -> Row:
 
 def _model_dir(plan: Plan) -> str:
     """The model on disk; a warm start is built or found in its cache."""
-    return Trainer(load_config(plan.config, plan.settings))._model_dir()
+    config = resolve(load_config(plan.config, plan.settings))
+    return made_model(config, note=print, check=lambda: None)
 
 
 def tokens_per_s(row: Row) -> float:
