@@ -19,9 +19,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import NoReturn
 
 from async_grpo.config.command_line import OPTIONS_OF_BEFORE, Parser
 from async_grpo.errors import EXIT_MEANING, RunError
@@ -50,31 +49,35 @@ _CANNOT_BE_FINALISED = ("eval", "serve")
 """vLLM's client cannot be finalised by an interpreter that ends."""
 
 
-def script() -> NoReturn:
+def script() -> None:
     """Run the command line of this process, and end it."""
     verb = "".join(sys.argv[1:2])
     if as_now("train", sys.argv[1:])[0] == "train" and verb not in _SHORT:
         stop_early()  # what follows takes a second to import
-    end_process(main, verb)
+    with process(verb) as ending:
+        ending.code = main()
 
 
-def old_command(old: str, verb: str, words: Sequence[str]) -> NoReturn:
+def old_command(old: str, verb: str, words: Sequence[str]) -> None:
     """Do what a command of before says, say the new one, and end the process."""
-    end_process(lambda: old_spelling(old, verb, words), verb)
+    with process(verb) as ending:
+        ending.code = main(old_spelling(old, verb, words))
 
 
-def end_process(work: Callable[[], int], verb: str) -> NoReturn:
-    """Do what this process is for, and end it with the exit code."""
-    code: int | str | None
+@contextlib.contextmanager
+def process(verb: str) -> Iterator[SystemExit]:
+    """Inside the block do what this process is for, and set the exit code with which it ends."""
+    ending = SystemExit()
     try:
         try:
-            code = work()
+            yield ending
         except SystemExit as end:  # of --help, or of words that make no sense
-            code = end.code
+            ending.code = end.code
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        code = _unread()
+        ending.code = _unread()
+    code = ending.code
     if isinstance(code, str):  # as an interpreter does that ends
         print(code, file=sys.stderr)
         code = 1
@@ -92,27 +95,10 @@ def _unread() -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the words say; return the exit code."""
-    words = list(sys.argv[1:] if words is None else words)
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        return _said("the current directory was removed: change to one that exists")
-    if not {"", here} & set(sys.path):  # as `python -m` does; a console script does not
-        sys.path.insert(0, here)
-    if not words or words[0] in ("-h", "--help"):
-        print(overview())
-        return 0
-    if words[0] == "--version":
-        print(f"async_grpo {_version()}")
-        return 0
-    if words[0] not in VERBS:
-        return _no_verb(words)
-    return run_verb(words[0], words[1:])
-
-
-def run_verb(verb: str, words: Sequence[str]) -> int:
-    """Do what a verb does; return the exit code, whatever happens."""
+    """Do what the words say; return the exit code, whatever happens."""
+    verb, words = verb_of(list(sys.argv[1:] if words is None else words))
+    if isinstance(verb, int):
+        return verb
     name, _ = VERBS[verb]
     try:
         home = importlib.import_module(name)
@@ -131,6 +117,25 @@ def run_verb(verb: str, words: Sequence[str]) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - every error ends the verb, explained
         return ended(error)
+
+
+def verb_of(words: list[str]) -> tuple[str | int, list[str]]:
+    """Return the verb and its words; the exit code in its place where that is all."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return _said("the current directory was removed: change to one that exists"), []
+    if not {"", here} & set(sys.path):  # as `python -m` does; a console script does not
+        sys.path.insert(0, here)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0, []
+    if words[0] == "--version":
+        print(f"async_grpo {_version()}")
+        return 0, []
+    if words[0] in VERBS:
+        return words[0], words[1:]
+    return _no_verb(words)
 
 
 def ended(error: Exception) -> int:
@@ -157,28 +162,29 @@ def overview() -> str:
     )
 
 
-def _no_verb(words: list[str]) -> int:
+def _no_verb(words: list[str]) -> tuple[str | int, list[str]]:
     """Answer a first word that is no verb: a configuration is trained, as it was before."""
     from async_grpo.config.recipes import recipes
 
     first = words[0]
     is_option = as_now("train", words)[0] != "train"
     if is_option or first.endswith((".yaml", ".yml")) or first in recipes():
-        return old_spelling(PROGRAM, "train", words)
+        verb, *words = old_spelling(PROGRAM, "train", words)
+        return verb, words
     close = difflib.get_close_matches(first, [*VERBS, *recipes()], n=1)
     meant = ""
     if close:
         meant = f" Did you mean `{PROGRAM} {'train ' if close[0] not in VERBS else ''}{close[0]}`?"
-    return _said(f"{first} is no verb.{meant} The verbs are {', '.join(VERBS)}.")
+    return _said(f"{first} is no verb.{meant} The verbs are {', '.join(VERBS)}."), []
 
 
-def old_spelling(old: str, verb: str, words: Sequence[str]) -> int:
-    """Do what a spelling of before says, and say the new one."""
+def old_spelling(old: str, verb: str, words: Sequence[str]) -> list[str]:
+    """Return the words of now for a spelling of before, and say them."""
     given, (verb, words) = verb, as_now(verb, words)
     if verb != given:
         old = next(option for option, now in OPTIONS_OF_BEFORE.items() if now == verb)
     print(f"note: `{old}` is `{PROGRAM} {verb}` now", file=sys.stderr)
-    return run_verb(verb, words)
+    return [verb, *words]
 
 
 def as_now(verb: str, words: Sequence[str]) -> tuple[str, list[str]]:

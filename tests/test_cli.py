@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,8 @@ import pytest
 from async_grpo import cli, old_names
 from async_grpo.config.command_line import Parser, with_settings
 from async_grpo.errors import FaultBudgetSpent, SetupError
+from async_grpo.observe.console.console import Console
+from async_grpo.run.command import Command
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "mlflow", "matplotlib", "pydantic")
 
@@ -169,9 +172,13 @@ def test_a_run_is_trained_again_in_a_directory_beside_it(
     run.mkdir()
     (run / "status.json").write_text("{}")
     (run / "config.yaml").write_text("run: {total_steps: 1}\nmodel: {path: m}\n")
-    monkeypatch.setattr(
-        "async_grpo.run.command.with_trainer", lambda config, work: seen.append(config()) or 0
-    )
+
+    @contextlib.contextmanager
+    def command(config):
+        seen.append(config())
+        yield Command(Console())
+
+    monkeypatch.setattr("async_grpo.run.command.command", command)
     monkeypatch.chdir(run)
     assert cli.main(["retrain", str(run)]) == cli.main(["retrain", "."]) == 0
     assert [config.run.dir for config in seen] == [f"{run}-retrained"] * 2
@@ -238,9 +245,7 @@ def test_a_reader_that_has_read_enough_ends_a_verb_in_peace(words: str) -> None:
 )
 def test_what_ends_a_process_is_its_exit_code(code: str, said: str, exit_code: int) -> None:
     """Also where it has no standard output, and where the interpreter is not finalised."""
-    work = (
-        f"import sys; from async_grpo import cli; cli.end_process(lambda: sys.exit({code}), 'eval')"
-    )
+    work = f"import sys\nfrom async_grpo import cli\nwith cli.process('eval'):\n sys.exit({code})"
     shell = f'{sys.executable} -c "{work}" >&-'
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (exit_code, said)

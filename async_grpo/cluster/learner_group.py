@@ -1,41 +1,232 @@
 """The learner ranks as one object: the same calls for 1 or M ranks.
 
-Runs in: the driver. Hides the number of ranks: a call goes to all of them and returns when all are
-done. Invariants: every collective call is made on every rank; a rank that dies or does not answer
-ends the call with LearnerLost, since the other ranks would wait for it for ever; after `kill` only
-`start` may be called, and a rank is never replaced alone.
+    LearnerGroup.train (driver) --Ray--> LearnerProcess.call (every rank) -> Learner.train
+
+Runs in: the driver (`LearnerGroup`), learner ranks (`LearnerProcess`). Hides the number of ranks: a
+call goes to all of them and returns when all are done. Invariants: every collective call is made on
+every rank; a rank that dies or does not answer ends the call with LearnerLost, since the other
+ranks would wait for it for ever; after `kill` only `start` may be called, and a rank is never
+replaced alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from async_grpo.cluster.deaths import death_as, is_death, told
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
+from async_grpo.cluster.queue import CALL_TIMEOUT_S, queue_died
 from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
-from async_grpo.errors import LearnerLost, RunError
+from async_grpo.errors import LearnerLost, RunError, SetupError
 from async_grpo.learner.batching import RankPlan, RowKey, RowValue
-from async_grpo.runtime.storage import FileSum, StorageFailure, Written
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
 from async_grpo.weights.transport import (
     Announcement,
     Staged,
     TokenSequence,
+    WeightSender,
     merged_payloads,
     merged_stage,
 )
 
+if TYPE_CHECKING:  # torch, which only a rank needs
+    from async_grpo.learner.checkpoint import Saving
+    from async_grpo.learner.learner import Learner
+
+TRANSFER, SAVING = "transfer", "saving"
 CLOSE_TIMEOUT_S = 10.0
 DEATH_NOTICE_S = 10.0
 """Seconds for Ray to tell that a rank is dead, once another complains of a broken connection."""
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a learner rank has once it is set up."""
+
+    learner: Learner
+    sender: WeightSender
+    saving: Saving
+
+
+class LearnerProcess:
+    """One learner rank: the learner, its half of the weight transport, its place in the process
+    group.
+
+    All that computes runs in one thread. The transport has a thread of its own for what needs no
+    model (TRANSFER), since a publication that is cut off is repeated while a learner step runs; so
+    has what brings a checkpoint to the disk (SAVING).
+    """
+
+    def __init__(
+        self, config: Config, *, rank: int, cores: Sequence[int], queue: Any, threads: int = 0
+    ) -> None:
+        """cores: to stay on. threads: of computing on the CPU; 0: as Ray says."""
+        die_with_parent()
+        if cores:
+            # Ray has started those that will run the calls
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cores)
+        if threads:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
+        self._config, self._rank = config, rank
+        self._queue = queue
+        self._listener: socket.socket | None = None
+        self._parts: RankParts | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Return this rank's address, and a port for the rendezvous that nobody else can take."""
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        return host, self._listener.getsockname()[1]
+
+    def setup(
+        self,
+        *,
+        master: tuple[str, int],
+        model_dir: str,
+        device: str,
+        backend: str,
+        key: str,
+        total_updates: int,
+        checkpoint: str | None,
+    ) -> dict[str, Any] | None:
+        """Join the group, load the model (and the checkpoint, whose state is returned)."""
+        os.environ.update(
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._config.learner.ranks),
+            LOCAL_RANK="0",
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+        if self._listener is not None:
+            os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
+        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
+        from async_grpo.learner.learner import Learner
+        from async_grpo.learner.checkpoint import Saving
+        from async_grpo.weights.transport import make_sender
+
+        try:
+            learner = Learner(
+                self._config,
+                model_dir=model_dir,
+                fetch=self._fetch,
+                device="cpu" if device == "cpu" else "cuda:0",
+                total_updates=total_updates,
+            )
+            state = learner.load(checkpoint) if checkpoint is not None else None
+        except ValueError as error:
+            raise SetupError(str(error)) from error
+        sender = make_sender(backend, learner, config=self._config, key=key)
+        self._parts = RankParts(learner, sender, Saving(learner, key=key))
+        return state
+
+    @property
+    def _up(self) -> RankParts:
+        assert self._parts is not None, "setup comes first"
+        return self._parts
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the learner."""
+        return getattr(self._up.learner, name)(*args, **kwargs)
+
+    def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written | str:
+        """Write this rank's part of a checkpoint, with all ranks; or why one of them could not."""
+        try:
+            return self._up.saving.write(directory, state)
+        except StorageFailure as error:
+            return str(error)
+
+    @ray.method(concurrency_group=SAVING)
+    def finish_checkpoint(self, directory: str) -> dict[str, FileSum] | str:
+        """Bring it to the disk; the files, or why not."""
+        try:
+            return self._up.saving.finish(directory)
+        except OSError as error:
+            return f"learner rank {self._rank}: {reason(error)}"
+
+    @ray.method(concurrency_group=TRANSFER)
+    def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Prepare the transport for these engines; one init payload per engine."""
+        host = ray.util.get_node_ip_address()
+        return self._up.sender.connect(host, tensor_parallel_sizes)
+
+    @ray.method(concurrency_group=TRANSFER)
+    def rendezvous(self) -> str:
+        """Complete the transport's group; why it failed, or ""."""
+        return self._up.sender.rendezvous()
+
+    @ray.method(concurrency_group=TRANSFER)
+    def send(self) -> str:
+        """Push the staged copy; why it is torn, or ""."""
+        return self._up.sender.send()
+
+    def stream(self) -> str:
+        """Push the weights of the model itself, with all ranks; why it is torn, or ""."""
+        return self._up.sender.send()
+
+    def release(self) -> None:
+        """Free the copy that was staged apart."""
+        self._up.sender.release()
+
+    def note(self) -> str:
+        """Return what the user should know about the transport."""
+        return self._up.sender.note
+
+    def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        """Stage the weights, with their log-probs of the sequences."""
+        announcement = self._up.sender.stage(label, verify=verify)
+        logprobs = self._up.learner.logprobs(sequences, temperature=1.0) if sequences else []
+        return Staged(announcement, logprobs)
+
+    def stage_perturbed(
+        self, label: str, *, scale: float, sequences: list[TokenSequence]
+    ) -> Staged:
+        """Stage perturbed weights; the true ones are back, bit for bit, on return."""
+        learner, sender = self._up.learner, self._up.sender
+        sender.reserve()
+        with learner.perturbed(scale=scale, seed=self._config.seed):
+            announcement = sender.stage(label, verify=True, apart=True)
+            logprobs = learner.logprobs(sequences, temperature=1.0)
+        return Staged(announcement, logprobs, learner.logprobs(sequences, temperature=1.0))
+
+    def weights(self) -> dict[str, Any]:
+        """Copy all weights to host memory, with all ranks; {} on ranks other than the first."""
+        taken = {}
+        for name, weight in self._up.learner.named_weights():
+            if self._rank == 0:
+                taken[name] = weight.detach().cpu().clone()
+        return taken
+
+    def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Free the transport and leave the process group."""
+        self._up.sender.close()
+        self._up.saving.discard()
+        self._up.learner.close()
+
+    def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        with death_as(queue_died):
+            return ray.get(
+                self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S
+            )
 
 
 class LearnerFailed(RunError):
@@ -111,18 +302,21 @@ class LearnerGroup:
 
     async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         """Let every rank fetch its rows. Token KL summed per row, if rewarded."""
-        sums = await self._each("call", [("prepare", plan) for plan in plans])
+        calls = [
+            handle.call.remote("prepare", plan)
+            for handle, plan in zip(self._handles, plans, strict=True)
+        ]
+        sums = await self._answers("call prepare", calls)
         return {key: value for rank in sums for key, value in rank.items()}
 
     async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
     ) -> list[dict[str, Any]]:
         """Make the step's optimizer steps; metrics of each rank in the wire form of MetricSums."""
-        return await self._all("call", "train", values, kl_coef, lr_factor)
-
-    async def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write the learner's state into `directory`, for this group to load."""
-        await self._all("call", "save", directory, state)
+        calls = [
+            handle.call.remote("train", values, kl_coef, lr_factor) for handle in self._handles
+        ]
+        return await self._answers("call train", calls)
 
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
         """Write learner and exported model of all ranks. Raises StorageFailure."""
@@ -225,23 +419,16 @@ class LearnerGroup:
     async def _all(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        return await self._each(method, [args] * len(self._handles), timeout_s=timeout_s, **kwargs)
+        calls = [getattr(handle, method).remote(*args, **kwargs) for handle in self._handles]
+        name = next((arg for arg in args if isinstance(arg, str)), "")
+        return await self._answers(f"{method} {name}".rstrip(), calls, timeout_s=timeout_s)
 
-    async def _each(
-        self,
-        method: str,
-        arguments: Sequence[tuple],
-        *,
-        timeout_s: float | None = None,
-        **kwargs: Any,
+    async def _answers(
+        self, what: str, asked: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[Any]:
+        """Wait for the answers of all ranks. Raises LearnerLost."""
         deadline = timeout_s if timeout_s is not None else self._config.watchdog.step_timeout_s
-        calls = [
-            asyncio.ensure_future(getattr(handle, method).remote(*args, **kwargs))
-            for handle, args in zip(self._handles, arguments, strict=True)
-        ]
-        name = next((arg for arg in arguments[0] if isinstance(arg, str)), "")
-        what = f"the learner's {method} {name}".rstrip()
+        calls, what = [asyncio.ensure_future(one) for one in asked], f"the learner's {what}"
         try:
             with self.calls.under_way(what, calls) as late:
                 return await self._within(asyncio.gather(*calls), deadline, what, late)

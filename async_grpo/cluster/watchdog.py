@@ -1,5 +1,4 @@
-"""Who is late: remote calls under way, learner steps beyond their deadline, and a driver whose own
-event loop does not turn.
+"""Who is late: remote calls under way, and a driver whose own event loop does not turn.
 
 Runs in: the driver.
 """
@@ -9,17 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from async_grpo.errors import Stalled
-
-STEP_DEADLINES, STEP_GRACE_S = 2, 5.0
-"""A learner step as a whole gets this many times its deadline and so much longer: a call of the
-learner that hangs has one of its own, which may begin late in the step, and after which the learner
-is brought back.
-"""
 _BEATS = 20
 
 
@@ -63,22 +55,6 @@ def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
     return ", ".join(
         f"rank {rank}" for rank, call in enumerate(calls) if call.cancelled() or not call.done()
     )
-
-
-async def whole_step(
-    work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]
-) -> Any:
-    """Await a learner step. Raises Stalled. seconds: `watchdog.step_timeout_s`."""
-    try:
-        async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
-            return await work
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise Stalled(
-            f"learner step {number} took more than {STEP_DEADLINES} times "
-            f"watchdog.step_timeout_s ({seconds:g} s); it was {phase()}"
-        ) from error
 
 
 @contextmanager

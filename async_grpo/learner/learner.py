@@ -297,7 +297,16 @@ class Learner:
             losses = []
             prepared = ahead(self._prepare, micro_batches, device=self._torch_device)
             for one, selection in zip(prepared, selections, strict=True):
-                loss = self._loss(one, selection, unmoved=index == 0)
+                done = self._forward(one, with_entropy=True)
+                self._observe(done, planned=one.rows, unmoved=index == 0)
+                assert done.entropy is not None
+                loss = self._math.loss(
+                    done.batch,
+                    done.logprobs,
+                    done.entropy,
+                    selection=selection,
+                    metrics=self._metrics if one.rows else None,
+                )
                 self.policy.backward(loss)
                 losses.append(loss.detach())
             total = self._checked_total(torch.stack(losses), micro_batches)
@@ -331,28 +340,15 @@ class Learner:
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 
-    def _loss(self, ready: Prepared, selection: UpdateFacts | None, *, unmoved: bool) -> Tensor:
-        """Return this rank's share of a micro-batch's loss. unmoved: the weights are the step's
-        first.
-        """
-        one = self._forward(ready, with_entropy=True)
-        if ready.rows:
-            self._count(one.packed)
+    def _observe(self, done: Pass, *, planned: int, unmoved: bool) -> None:
+        """Measure a forward pass. planned: its rows. unmoved: the weights are the step's first."""
+        batch, logprobs = done.batch, done.logprobs.detach()
+        if planned:
+            self._count(done.packed)
             if unmoved:
-                compare_sampler(self._metrics, one.batch, one.logprobs.detach())
+                compare_sampler(self._metrics, batch, logprobs)
         if self._effective is not None:
-            batch = one.batch
-            self._effective.add(
-                one.logprobs.detach(), batch.behavior, batch.trained, batch.row_index
-            )
-        assert one.entropy is not None
-        return self._math.loss(
-            one.batch,
-            one.logprobs,
-            one.entropy,
-            selection=selection,
-            metrics=self._metrics if ready.rows else None,
-        )
+            self._effective.add(logprobs, batch.behavior, batch.trained, batch.row_index)
 
     def _prepare(self, planned: Sequence[PlanRow]) -> Prepared:
         """Pack a micro-batch; token tensors come in the order of the packed rows.

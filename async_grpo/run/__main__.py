@@ -11,9 +11,8 @@ from async_grpo.runtime.stopping import stop_early
 if __name__ == "__main__":
     stop_early()  # what follows takes a second to import
     words = sys.argv[1:]
-    now = cli.as_now("train", words)[0]
-    if words == ["--version"]:
-        cli.end_process(lambda: cli.main(words), now)
-    elif now == "train":
-        cli.end_process(lambda: cli.run_verb("train", words), now)
-    cli.old_command("python -m async_grpo.run", "train", words)
+    verb = cli.as_now("train", words)[0]
+    if verb != "train" and words != ["--version"]:
+        cli.old_command("python -m async_grpo.run", "train", words)
+    with cli.process(verb) as ending:
+        ending.code = cli.main(words if words == ["--version"] else ["train", *words])

@@ -7,8 +7,9 @@ where to go on; how a run ends otherwise is `ending`'s.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,28 @@ def arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; the exit code."""
-    return with_trainer(lambda: read_config(options.config, options.settings), _train)
+    from async_grpo.cluster.watchdog import watched
+    from async_grpo.run.ending import stuck
+    from async_grpo.runtime.stopping import grace_period
+
+    with command(lambda: read_config(options.config, options.settings)) as this:
+        if (trainer := this.trainer) is not None:
+            if (line := grace_period()) is not None:
+                this.console.info(line)
+            trainer.start()
+            with watched(
+                trainer.system.event_loop,
+                seconds=trainer.config.watchdog.step_timeout_s,
+                stuck=lambda: stuck(trainer, this.console),
+            ):
+                first = trainer.steps_done == 0 and not trainer.stop_requested
+                if first and trainer.config.evaluation.before:
+                    trainer.evaluate()
+                with _keeping_what_was_learnt(trainer, this.console):
+                    for _ in trainer.steps():
+                        pass  # callbacks, console and tracker have what there is to say
+                _finish(trainer, this.console)
+    return this.code
 
 
 def read_config(file: str, settings: list[str]) -> Config:
@@ -45,11 +67,21 @@ def read_config(file: str, settings: list[str]) -> Config:
         raise ConfigError(f"{error}{hint}") from error
 
 
-def with_trainer(
-    config: Callable[[], Config], work: Callable[[Trainer, Console], None], *, checked: bool = True
-) -> int:
-    """Do work with a trainer, let signals end it, and say how it ended; the exit code. checked:
-    whether everything is checked before.
+@dataclass
+class Command:
+    """What a command works with. `trainer`: None where there is nothing to do. `code`: exit code,
+    behind the block.
+    """
+
+    console: Console
+    trainer: Trainer | None = None
+    code: int = 0
+
+
+@contextmanager
+def command(config: Callable[[], Config], *, checked: bool = True) -> Iterator[Command]:
+    """Make a trainer for the block, let signals end it, and say how it ended. checked: whether
+    everything is checked before.
     """
     from async_grpo.errors import RunError
     from async_grpo.observe.console.console import Console
@@ -57,53 +89,51 @@ def with_trainer(
     from async_grpo.run.trainer import Trainer
     from async_grpo.runtime.stopping import STOPPED_EARLY, Signals
 
-    console = Console()
+    this = Command(console := Console())
     with Signals(console.info) as signals:
         try:
             trainer = Trainer(config(), console=console)
             if checked:
                 trainer.check()
         except RunError as error:
-            return end(console, 2, str(error))
-        signals.attach(trainer)
-        if trainer.stop_requested:
-            console.info(STOPPED_EARLY)
-            return end(console, 0, "")
-        return guarded(trainer, console, partial(work, trainer, console))
+            this.code = end(console, 2, str(error))
+        else:
+            signals.attach(trainer)
+            if trainer.stop_requested:
+                console.info(STOPPED_EARLY)
+                this.code = end(console, 0, "")
+            else:
+                this.trainer = trainer
+        if this.trainer is None:
+            yield this
+            return
+        with guarded(this.trainer, console) as ending:
+            yield this
+        this.code = ending.code
 
 
-def _train(trainer: Trainer, console: Console) -> None:
-    from async_grpo.cluster.watchdog import watched
-    from async_grpo.run.ending import stuck
-    from async_grpo.runtime.stopping import grace_period
-
-    if (line := grace_period()) is not None:
-        console.info(line)
-    trainer.start()
-    limit = trainer.config.watchdog.step_timeout_s
-    with watched(
-        trainer.system.event_loop, seconds=limit, stuck=lambda: stuck(trainer, console, limit)
-    ):
-        _train_on(trainer, console)
-
-
-def _train_on(trainer: Trainer, console: Console) -> None:
+@contextmanager
+def _keeping_what_was_learnt(trainer: Trainer, console: Console) -> Iterator[None]:
+    """Save where training ends since there is no signal: nothing is broken then."""
     from async_grpo.errors import NoSignal
-    from async_grpo.observe.tracking.tracker import log_model
     from async_grpo.run.ending import coded
-    from async_grpo.run.summary import described, goodput, scope, summarise
 
-    if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
-        trainer.evaluate()
     try:
-        trainer.train()
+        yield
     except Exception as error:
-        if coded(error)[0] == NoSignal.exit_code:  # nothing is broken, so what was learnt is kept
+        if coded(error)[0] == NoSignal.exit_code:
             try:
                 trainer.save(keep_groups=True)
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + coded(second)[1])
         raise
+
+
+def _finish(trainer: Trainer, console: Console) -> None:
+    """Save and evaluate what was learnt, and say what came out."""
+    from async_grpo.observe.tracking.tracker import log_model
+    from async_grpo.run.summary import described, goodput, scope, summarise
+
     tracker = trainer.tracker
     assert tracker is not None, "a run that trains is tracked"
     final = trainer.save()  # first: what goes wrong in the evaluation must not cost the training

@@ -12,7 +12,9 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import (
@@ -28,12 +30,20 @@ from async_grpo.runtime.stopping import STOPPED_EARLY
 from async_grpo.runtime.text import without_colours
 
 
-def guarded(trainer, console: Console, work: Callable[[], None]) -> int:
-    """Do the work and say how it ended; whatever goes wrong, nothing of the run is left behind."""
-    done, code, message = False, 1, ""
+@dataclass
+class Ending:
+    """How the work of a command ended: its exit code."""
+
+    code: int = 1
+
+
+@contextmanager
+def guarded(trainer, console: Console) -> Iterator[Ending]:
+    """Say how the block ended; whatever goes wrong in it, nothing of the run is left behind."""
+    ending, done, code, message = Ending(), False, 1, ""
     try:
         try:
-            work()
+            yield ending
         except StopRequested:  # during the start
             trainer.stop("KILLED")
             console.info(STOPPED_EARLY)
@@ -47,7 +57,7 @@ def guarded(trainer, console: Console, work: Callable[[], None]) -> int:
                 _post_mortem(trainer, console, code, message)
             finally:
                 _stop_after_error(trainer, console, code, message)
-    return end(console, code, message)
+    ending.code = end(console, code, message)
 
 
 def end(console: Console, code: int, message: str) -> int:
@@ -118,8 +128,9 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
         console.info(f"post-mortem: {report.path}")
 
 
-def stuck(trainer, console: Console, limit_s: float) -> None:
+def stuck(trainer, console: Console) -> None:
     """End a driver whose event loop does not turn: with the driver, Ray ends its processes."""
+    limit_s = trainer.config.watchdog.step_timeout_s
     message = (
         f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
         "s; the stacks of the driver say where it is"

@@ -27,16 +27,16 @@ A learner that was set back to a checkpoint repeats the recorded steps after it 
 without publications. That half is `StepTrainer`, which also trains a recorded run again alone.
 
 Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly
-`rollout_batch_size` groups; nothing waits longer than `watchdog.step_timeout_s`, and a failure
-elsewhere (`fail`) ends every wait at once.
+`rollout_batch_size` groups; nothing waits longer than `watchdog.step_timeout_s`, a step as a whole
+not longer than twice that, and a failure elsewhere (`fail`) ends every wait at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,11 @@ from async_grpo.wire.codec import Batch
 
 POLL_S = 0.005
 BETWEEN = "between two learner steps"
+STEP_DEADLINES, STEP_GRACE_S = 2, 5.0
+"""A learner step as a whole gets this many times its deadline and so much longer: a call of the
+learner that hangs has one of its own, which may begin late in the step, and after which the learner
+is brought back.
+"""
 
 
 class BatchQueue(Protocol):
@@ -145,7 +150,8 @@ class StepTrainer:
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
         self._listener, self.total_steps = listener, total_steps
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: BaseException | None = None
+        self._deadlines: list[asyncio.Timeout] = []
         self.steps_done = steps_done
         self._row_math = RowMath(config, weights, row_state)
         self.phase = "starting"
@@ -161,9 +167,42 @@ class StepTrainer:
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error at its next wait; the first error wins."""
-        if not self._failure.done():
-            self._failure.set_exception(error)
-            self._failure.exception()  # retrieved, so that asyncio does not log it
+        if self._failure is None:
+            self._failure = error
+            for deadline in self._deadlines:
+                if not deadline.expired():
+                    deadline.reschedule(0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ends with an error."""
+        return self._failure is not None
+
+    @asynccontextmanager
+    async def _until_failure(self, step: int | None = None) -> AsyncIterator[None]:
+        """Inside the block every wait ends when the run fails elsewhere, with that error. step: of
+        a learner step as a whole, which ends with Stalled beyond its deadline.
+        """
+        if self._failure is not None:
+            raise self._failure
+        seconds = self._config.watchdog.step_timeout_s
+        limit = None if step is None else STEP_DEADLINES * seconds + STEP_GRACE_S
+        deadline = asyncio.timeout(limit)
+        self._deadlines.append(deadline)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            if self._failure is not None:
+                raise self._failure from None
+            raise Stalled(
+                f"learner step {step} took more than {STEP_DEADLINES} times "
+                f"watchdog.step_timeout_s ({seconds:g} s); it was {self.phase}"
+            ) from error
+        finally:
+            self._deadlines.remove(deadline)
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
         """Set the loop back to a step, with the `row_state` there; None: the initial model."""
@@ -177,31 +216,32 @@ class StepTrainer:
         each with that in `recorded`. digest: takes the digest of the current weights.
         """
         comparison = Comparison()
-        while self.steps_done < until:
-            step, started = self.steps_done + 1, time.perf_counter()
-            self.phase = f"repeating learner step {step}"
-            batch = await self._take(step)
-            taken = time.perf_counter()
-            sums, metrics = await self._guard(self._train(batch))
-            trained = time.perf_counter()
-            self.steps_done = step
-            expected = recorded.get(step, "")
-            found = await self._guard(digest(step)) if expected else ""
-            comparison.add(step, found=found, recorded=expected)
-            metrics |= sums.means() | {
-                "train/repeated": 1.0,
-                "weights/differ": float(len(comparison.different)),
-            }
-            if self._times_repeats:
-                metrics |= self._times(
-                    wall=time.perf_counter() - started,
-                    wait=taken - started,
-                    train=trained - taken,
-                    publish=0.0,
-                    tokens=metrics["rollout/response_tokens"],
-                )
-            self._listener.logged(step, metrics)
-            self.latest = metrics
+        async with self._until_failure():
+            while self.steps_done < until:
+                step, started = self.steps_done + 1, time.perf_counter()
+                self.phase = f"repeating learner step {step}"
+                batch = await self._take(step)
+                taken = time.perf_counter()
+                sums, metrics = await self._train(batch)
+                trained = time.perf_counter()
+                self.steps_done = step
+                expected = recorded.get(step, "")
+                found = await digest(step) if expected else ""
+                comparison.add(step, found=found, recorded=expected)
+                metrics |= sums.means() | {
+                    "train/repeated": 1.0,
+                    "weights/differ": float(len(comparison.different)),
+                }
+                if self._times_repeats:
+                    metrics |= self._times(
+                        wall=time.perf_counter() - started,
+                        wait=taken - started,
+                        train=trained - taken,
+                        publish=0.0,
+                        tokens=metrics["rollout/response_tokens"],
+                    )
+                self._listener.logged(step, metrics)
+                self.latest = metrics
         self.phase = BETWEEN
         return comparison
 
@@ -228,7 +268,7 @@ class StepTrainer:
         timeout_s = self._config.watchdog.step_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            batch = await self._guard(self._queue.get_batch(step))
+            batch = await self._queue.get_batch(step)
             if batch is not None:
                 return batch
             if time.monotonic() > deadline:
@@ -243,18 +283,13 @@ class StepTrainer:
                 )
             await self._while_waiting(step)
             await asyncio.sleep(POLL_S)
+            if (
+                self._failure is not None
+            ):  # a call that had just ended has swallowed its cancellation
+                raise self._failure
 
     async def _while_waiting(self, step: int) -> None:
         """Do what there is to do while a batch is waited for."""
-
-    async def _guard(self, work: Awaitable[Any]) -> Any:
-        """Await `work`, unless the run fails first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            return self._failure.result() if self._failure.done() else task.result()
-        finally:
-            task.cancel()
 
     def _times(
         self, *, wall: float, wait: float, train: float, publish: float, tokens: float
@@ -341,51 +376,54 @@ class Loop(StepTrainer):
                 f"learner step {number} was interrupted, and how far its ranks came is not known"
             )
         step, started = self.steps_done + 1, time.perf_counter()
-        self.phase = f"waiting for the groups of learner step {step}"
-        with self.time.during("starved"):
-            batch = await self._take(step)
-        if self._samples is not None:
-            self._samples.take(batch)
-        self.phase = f"training learner step {step}"
-        taken = time.perf_counter()
-        try:
-            with self.time.during("working"):
-                sums, metrics = await self._guard(self._train(batch))
-        except asyncio.CancelledError:  # Ctrl-C in a notebook, which may go on
-            self._interrupted = step
-            raise
-        trained = time.perf_counter()
-        self.steps_done = step
-        published = 0.0
-        if step % self._config.weight_sync.every_steps == 0:
-            published = await self._publish(step)
-        self.phase = f"collecting the metrics of learner step {step}"
-        wall = time.perf_counter() - started
-        metrics |= sums.means() | await self._guard(self._queue.metrics())
-        metrics |= self._publisher.weight_metrics()
-        metrics |= self._times(
-            wall=wall,
-            wait=taken - started,
-            train=trained - taken,
-            publish=published,
-            tokens=metrics["rollout/response_tokens"],
-        )
-        self._count(wall, metrics)
-        self._listener.logged(step, metrics)
-        self.phase, self.latest = BETWEEN, metrics
+        async with self._until_failure(step):
+            self.phase = f"waiting for the groups of learner step {step}"
+            with self.time.during("starved"):
+                batch = await self._take(step)
+            if self._samples is not None:
+                self._samples.take(batch)
+            self.phase = f"training learner step {step}"
+            taken = time.perf_counter()
+            try:
+                with self.time.during("working"):
+                    sums, metrics = await self._train(batch)
+            except asyncio.CancelledError:  # Ctrl-C in a notebook, which may go on
+                self._interrupted = step
+                raise
+            trained = time.perf_counter()
+            self.steps_done = step
+            published = 0.0
+            if step % self._config.weight_sync.every_steps == 0:
+                published = await self._publish(step)
+            self.phase = f"collecting the metrics of learner step {step}"
+            wall = time.perf_counter() - started
+            metrics |= sums.means() | await self._queue.metrics()
+            metrics |= self._publisher.weight_metrics()
+            metrics |= self._times(
+                wall=wall,
+                wait=taken - started,
+                train=trained - taken,
+                publish=published,
+                tokens=metrics["rollout/response_tokens"],
+            )
+            self._count(wall, metrics)
+            self._listener.logged(step, metrics)
+            self.phase, self.latest = BETWEEN, metrics
         return metrics
 
     async def finish(self) -> None:
         """Publish the newest weights, and wait until they are live."""
         await self.publish_newest()
-        with self.time.during("publishing"):
-            await self._guard(self._publisher.settle())
+        async with self._until_failure():
+            with self.time.during("publishing"):
+                await self._publisher.settle()
         self.phase = BETWEEN
 
     async def publish_newest(self) -> None:
         """Publish the weights of now, if the last step's are not published."""
         if self._published < self.steps_done:
-            await self._publish(self.steps_done)
+            async with self._until_failure():
+                await self._publish(self.steps_done)
             self.phase = BETWEEN
 
     @contextmanager
@@ -400,7 +438,7 @@ class Loop(StepTrainer):
     async def _publish(self, version: int) -> float:
         self.phase = f"publishing version {version}"
         with self.time.during("publishing"):
-            waited = await self._guard(self._publisher.publish(version))
+            waited = await self._publisher.publish(version)
         self._published = version
         return waited
 
@@ -410,7 +448,7 @@ class Loop(StepTrainer):
             raise StopRequested(
                 f"the run was asked to end while learner step {step} waited for its groups"
             )
-        await self._guard(self._publisher.refresh(step - 1))
+        await self._publisher.refresh(step - 1)
 
     def _count(self, wall: float, metrics: dict[str, float]) -> None:
         """Add a step that was trained for the first time to what the summary shows."""

@@ -115,22 +115,23 @@ class LearnerSupervisor:
             except (LearnerLost, TransferStuck) as error:  # a death like any other
                 await self._bring_back(error, blame=False)
 
-    async def surviving(
-        self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
-    ) -> Result:
-        """Do `work`, again after each recovery of the learner. Raises FaultBudgetSpent or Stalled.
-
-        blame: it trains a step; two deaths in it at the same step speak against its batch.
+    async def surviving(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Do `work`, again after each recovery of the learner. Raises FaultBudgetSpent or
+        Stalled.
         """
-        before = self._loop.steps_done
         while True:
             try:
                 return await work()
             except (LearnerLost, TransferStuck) as error:
-                lost = isinstance(error, LearnerLost)
-                in_training = blame and lost and self._loop.steps_done == before
-                with self._loop.time.during("restarting"):
-                    await self._bring_back(error, blame=in_training)
+                await self.recover(error)
+
+    async def recover(self, error: LearnerLost | TransferStuck, *, blame: bool = False) -> None:
+        """Bring the learner back from what befell it. Raises FaultBudgetSpent or Stalled.
+
+        blame: it trained a step; two deaths in it at the same step speak against its batch.
+        """
+        with self._loop.time.during("restarting"):
+            await self._bring_back(error, blame=blame and isinstance(error, LearnerLost))
 
     async def _bring_back(self, error: LearnerLost | TransferStuck, *, blame: bool) -> None:
         reached, self._loop.phase = self._loop.steps_done, "bringing the learner back"

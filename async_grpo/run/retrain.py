@@ -36,7 +36,7 @@ def arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Retrain; the exit code."""
     from async_grpo.observe.console.status_file import newest_run
-    from async_grpo.run.command import read_config, with_trainer
+    from async_grpo.run.command import command, read_config
 
     options = with_settings(options)
     settings, source = options.settings, newest_run(Path(options.source)).resolve()
@@ -47,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
             given.append(f"run.dir={json.dumps(f'{source}-retrained')}")  # its name may be YAML
         return read_config(options.config or str(source / "config.yaml"), given)
 
-    def work(trainer: Trainer, console: Console) -> None:
-        _retrain(trainer, console, source=source, after=options.after)
-
-    return with_trainer(config, work)
+    with command(config) as this:
+        if this.trainer is not None:
+            _retrain(this.trainer, this.console, source=source, after=options.after)
+    return this.code
 
 
 def _retrain(trainer: Trainer, console: Console, *, source: Path, after: int | None) -> None:

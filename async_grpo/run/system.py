@@ -44,7 +44,6 @@ from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import RaySession
 from async_grpo.cluster.verifier_errors import VerifierErrors
-from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
 from async_grpo.replay.queue import ReplayQueue
@@ -62,7 +61,7 @@ from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.deliveries import ATTEMPTS
-from async_grpo.weights.transport import fallback_directory, resolve_backend
+from async_grpo.weights.transport import TransferStuck, fallback_directory, resolve_backend
 
 POLL_S = 0.1
 ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
@@ -266,22 +265,21 @@ class System:
         return measured
 
     async def step(self) -> dict[str, float]:
-        """Train one learner step; the first one lets the actors produce."""
+        """Train one learner step, again after each recovery of a learner that died in it; its
+        metrics. The first step lets the actors produce.
+        """
         if not self._producing:
             self._producing = True
             self.actors.produce()
             self.verifier_errors.begin()
-        return self._with_faults(
-            await self.supervisor.surviving(partial(self._step, self.steps_done), blame=True)
-        )
-
-    async def _step(self, before: int) -> dict[str, float]:
-        seconds, loop = self._config.watchdog.step_timeout_s, self.loop
-        if loop.steps_done > before:
-            return loop.latest  # the learner died after this step, and has repeated it
-        return await whole_step(
-            loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase
-        )
+        loop, before = self.loop, self.steps_done
+        while True:
+            try:
+                if loop.steps_done <= before:  # else it died after the step, and has repeated it
+                    await loop.step()
+                return self._with_faults(loop.latest)
+            except (LearnerLost, TransferStuck) as error:
+                await self.supervisor.recover(error, blame=loop.steps_done == before)
 
     async def settle(self) -> None:
         """Wait until the newest weights are live."""

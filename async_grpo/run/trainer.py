@@ -218,18 +218,17 @@ class Trainer:
             return
         began = before = time.monotonic()
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
-        if self.steps_done >= self.total_steps:
-            self.console.info(
-                f"nothing is left to train: all {counted(self.total_steps, 'learner step')} of the "
-                "run are done; raise run.total_steps to go on from its checkpoint"
-            )
-        elif self._ends:
-            self.console.info(f"nothing is trained: {self._why_it_ends()}")
+        if why := self._why_nothing_is_trained():
+            self.console.info(why)
         while True:
             while self.steps_done < last and not self._ends:
-                metrics = self._step()
-                if metrics is None:  # asked to end while it waited for groups
+                self._directory.check_own()  # lost during the start, or between two calls
+                done = self.steps_done
+                try:
+                    metrics = self._running.run(self.system.step())
+                except StopRequested:  # while it waited for groups
                     break
+                self._begin_what_is_due(metrics, before=done)
                 now = time.monotonic()
                 result = metrics | {
                     "training_iteration": self.steps_done,
@@ -479,19 +478,28 @@ class Trainer:
         """Whether no further step is to be trained."""
         return self.stop_requested or self.finished is not None
 
-    def _why_it_ends(self) -> str:
-        if self.finished is None:
-            return "the run was asked to end; another trainer goes on from its checkpoint"
-        return f"the run is finished ({self.finished}); restore a checkpoint to go on from there"
+    def _why_nothing_is_trained(self) -> str:
+        """Return why there is no step to train, or ""."""
+        if self.steps_done >= self.total_steps:
+            return (
+                f"nothing is left to train: all {counted(self.total_steps, 'learner step')} of the "
+                "run are done; raise run.total_steps to go on from its checkpoint"
+            )
+        if self.finished is not None:
+            return (
+                f"nothing is trained: the run is finished ({self.finished}); restore a checkpoint "
+                "to go on from there"
+            )
+        if self.stop_requested:
+            return (
+                "nothing is trained: the run was asked to end; another trainer goes on from its "
+                "checkpoint"
+            )
+        return ""
 
-    def _step(self) -> dict[str, Any] | None:
-        """Train a learner step, and begin what is due after it; its metrics, None if stopped."""
-        self._directory.check_own()  # lost during the start, or between two calls
-        system, before = self.system, self.steps_done
-        try:
-            metrics = self._running.run(system.step())
-        except StopRequested:
-            return None
+    def _begin_what_is_due(self, metrics: dict[str, float], *, before: int) -> None:
+        """After a learner step: predict, save and evaluate, where it is time."""
+        system = self.system
         self._saver.check()
         assert self._speed is not None, "start() comes first"
         if predicted := self._speed.observe(metrics, system.loop.lengths):
@@ -500,7 +508,6 @@ class Trainer:
             self._save(keep_groups=False, wait=False)
         if self._facts.held_out and self._due(self.config.evaluation.every_steps, before):
             self._running.run(system.evaluate_beside(self._facts.held_out, self._evaluated))
-        return metrics
 
     def _due(self, every: int, before: int) -> bool:
         """Whether a multiple of `every` lies after step `before`; never at the end of the run."""

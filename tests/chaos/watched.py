@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.cluster import processes
+from async_grpo.cluster import learner_group, processes
 from async_grpo.config.schema import Config
 from async_grpo.runtime import storage
 from async_grpo.wire.codec import Buffer, peek_ticket
@@ -109,7 +109,7 @@ class WatchedRollout(processes.RolloutProcess):
             self._record.write("end")
 
 
-class WatchedLearner(processes.LearnerProcess):
+class WatchedLearner(learner_group.LearnerProcess):
     """A learner rank."""
 
     def __init__(self, config: Config, **arguments: Any) -> None:

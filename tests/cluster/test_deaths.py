@@ -163,7 +163,7 @@ async def test_a_rank_that_complains_of_a_dead_one_is_not_the_dead_one(tmp_path:
             SimpleNamespace(update=SimpleNamespace(remote=lambda end=end: end)) for end in ends
         ]
         with pytest.raises(expected, match="short of memory" if other else "connection reset"):
-            await group._each("update", [(), ()])
+            await group._all("update")
 
 
 @pytest.mark.parametrize(("call", "kind"), cases("rollout", ENGINE, "unavailable memory"))

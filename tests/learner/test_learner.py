@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.cluster.processes import LearnerProcess
+from async_grpo.cluster.learner_group import LearnerProcess
 from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, StalenessError

@@ -22,6 +22,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, LearnerLost, SetupError, Stalled
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.replay.token_ledger import PLACES
+from async_grpo.run import loop as loop_module
 from async_grpo.run.ending import explained
 from async_grpo.run.loop import Loop, StepTrainer
 from async_grpo.run.planning import RowMath
@@ -455,6 +456,29 @@ def test_a_step_that_was_interrupted_is_not_gone_on_with() -> None:
         assert run.loop.steps_done == 1
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_step_without_an_end_is_ended_and_says_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_module, "STEP_GRACE_S", 0.05)
+    said = r"step 1 took more than 2 times watchdog.step_timeout_s \(0.05 s\); it was publish"
+
+    async def never(version: int) -> float:
+        await asyncio.sleep(1000)
+        return 0.0
+
+    async def fails(version: int) -> float:
+        raise TimeoutError("a deadline of its own")
+
+    async def scenario(publish: Any, error: type[Exception], words: str) -> None:
+        run = Fakes(config(timeout_s=0.05))
+        monkeypatch.setattr(run, "publish", publish)
+        with pytest.raises(error, match=words):
+            await asyncio.wait_for(run.loop.step(), 5)
+
+    asyncio.run(scenario(never, Stalled, said))
+    asyncio.run(scenario(fails, TimeoutError, "of its own"))
 
 
 def test_a_stalled_queue_ends_the_run_with_its_counts() -> None:

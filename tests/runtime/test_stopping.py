@@ -254,10 +254,9 @@ def test_errors_end_with_their_code_and_non_finite_groups_are_kept(
 ) -> None:
     trainer = Ending(tmp_path)
 
-    def work() -> None:
+    with guarded(trainer, Console()) as ended:
         raise remote(error)
-
-    assert guarded(trainer, Console(), work) == code and trainer.stopped == ["FAILED"]
+    assert ended.code == code and trainer.stopped == ["FAILED"]
     assert trainer.ending[0] == code and trainer.ending[1], "the report tells of it"
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == f"error: exit code {code}: {EXIT_MEANING[code]}"
@@ -271,10 +270,9 @@ def test_errors_end_with_their_code_and_non_finite_groups_are_kept(
 def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
     trainer = Ending(tmp_path)
 
-    def work() -> None:
+    with guarded(trainer, Console()) as ended:
         raise StopRequested("the run was asked to end")
-
-    assert guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
+    assert ended.code == 0 and trainer.stopped == ["KILLED"]
     assert capsys.readouterr().out.splitlines() == [
         STOPPED_EARLY,
         f"exit code 0: {EXIT_MEANING[0]}",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cluster import processes
+from async_grpo.cluster import learner_group, processes
 from async_grpo.config.schema import Config
 
 
@@ -66,7 +66,7 @@ class LoggedRolloutProcess(processes.RolloutProcess):
         self._queue = LoggedQueue(self._queue, _Log(config, "put"))
 
 
-class LoggedLearnerProcess(processes.LearnerProcess):
+class LoggedLearnerProcess(learner_group.LearnerProcess):
     """A learner rank that keeps a side log of the groups that it fetched and trained."""
 
     def __init__(self, config: Config, **arguments: Any) -> None:

@@ -301,7 +301,7 @@ class World:
         def done() -> bool:
             slots, alive = system.actors._slots.all(), system.actors.alive()
             enough = len(alive) >= self.config.cluster.rollout_actors.min
-            return system.loop._failure.done() or (enough and len(slots) == len(alive))
+            return system.loop.failed or (enough and len(slots) == len(alive))
 
         await until(done)
 

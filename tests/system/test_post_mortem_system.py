@@ -111,7 +111,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             _the_verifiers_hang(trainer, home, told)
             told["after"] = trainer.train(steps=2)
             engine, started = told["processes"]["actor-0.0+engine"], time.monotonic()
-            told["code"] = guarded(trainer, console, lambda: _stop_and_train(trainer, engine))
+            with guarded(trainer, console) as ended:
+                _stop_and_train(trainer, engine)
+            told["code"] = ended.code
             told["seconds"] = time.monotonic() - started
         finally:
             trainer.stop()

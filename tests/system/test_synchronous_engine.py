@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.cluster import learner_group, processes
+from async_grpo.cluster import learner_group
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.journal import Segment, segments
@@ -66,7 +66,7 @@ def settings(home: Path, model: str) -> Config:
     )
 
 
-class FileFedLearner(processes.LearnerProcess):
+class FileFedLearner(learner_group.LearnerProcess):
     """A learner rank whose groups come from a file of the test, where there is one, instead of the
     queue.
     """
@@ -88,7 +88,7 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
     async def nobody_waits_for_slots(version: int, digest: str) -> None: ...
 
     live, system.coordinator._live = system.coordinator._live, nobody_waits_for_slots
-    await system.learner.save(f"{config.run.dir}-start", {})
+    await system.learner._all("call", "save", f"{config.run.dir}-start", {})
     engine, rows = system.actors.alive()[0], RowMath(config, {"correct": 1.0, "format": 0.0})
     everything, losses = [], []
     for step in range(1, STEPS + 1):

@@ -25,8 +25,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.processes import LearnerProcess, RankParts
+from async_grpo.cluster.learner_group import LearnerGroup, LearnerProcess, RankParts
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled, TransferMismatch
 from async_grpo.rollout.engine.vllm.engine import VllmEngine

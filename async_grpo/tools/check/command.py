@@ -6,13 +6,9 @@ Runs in: a process of its own; starts nothing and leaves nothing behind.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from functools import partial
 
 from async_grpo.config.command_line import Parser
-
-if TYPE_CHECKING:
-    from async_grpo.observe.console.console import Console
-    from async_grpo.run.trainer import Trainer
 
 DESCRIPTION = (
     "Say what a run would be and need, and whether it fits: budget, memory, placement, warnings. "
@@ -29,12 +25,13 @@ def arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check it; the exit code."""
-    from async_grpo.run.command import read_config, with_trainer
+    from async_grpo.run.command import command, read_config
 
-    def work(trainer: Trainer, console: Console) -> None:
-        from async_grpo.tools.check.dry_run import assumed_nodes, dry_run
+    config = partial(read_config, options.config, options.settings)
+    with command(config, checked=False) as this:
+        if this.trainer is not None:
+            from async_grpo.tools.check.dry_run import assumed_nodes, dry_run
 
-        assumed = None if options.assume is None else assumed_nodes(options.assume)
-        dry_run(trainer, console, assumed=assumed)
-
-    return with_trainer(lambda: read_config(options.config, options.settings), work, checked=False)
+            assumed = None if options.assume is None else assumed_nodes(options.assume)
+            dry_run(this.trainer, this.console, assumed=assumed)
+    return this.code

@@ -20,7 +20,6 @@ import pytest
 import ray
 
 from async_grpo.cluster import watchdog
-from async_grpo.errors import Stalled
 from async_grpo.observe import diagnosis as diagnose
 from async_grpo.run import post_mortem
 from async_grpo.runtime import stacks
@@ -498,30 +497,10 @@ async def test_late_ranks_are_named_while_their_call_goes_on_and_when_it_was_giv
         assert late() == ""
 
 
-async def test_a_step_without_an_end_is_ended_and_says_where_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(watchdog, "STEP_GRACE_S", 0.05)
-    with pytest.raises(
-        Stalled,
-        match=r"learner step 4 took more than 2 times watchdog.step_timeout_s \(0.05 s\); it was "
-        r"publishing version 3",
-    ):
-        await watchdog.whole_step(
-            asyncio.sleep(1000), seconds=0.05, number=4, phase=lambda: "publishing version 3"
-        )
-
-    async def fails() -> None:
-        raise TimeoutError("a deadline of its own")
-
-    with pytest.raises(TimeoutError, match="of its own"):
-        await watchdog.whole_step(fails(), seconds=10, number=4, phase=lambda: "")
-
-
 def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) -> None:
     """The command's own end, with a trainer whose event loop is blocked."""
     code = (
-        "import asyncio, sys, threading, time\nfrom pathlib import Path\nfrom types "
+        "import asyncio, contextlib, sys, threading, time\nfrom pathlib import Path\nfrom types "
         "import SimpleNamespace\n"
         "from async_grpo.run import command as run\nfrom async_grpo.run.ending import guarded\n"
         "from async_grpo.runtime import stacks\n"
@@ -534,11 +513,15 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
         "def train():\n    loop.call_soon_threadsafe(blocks_the_loop)\n    "
         "asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()\n"
         "off = SimpleNamespace(step_timeout_s=0.5)\n"
-        "trainer = SimpleNamespace(run_dir=home, start=lambda: None, train=train, "
+        "trainer = SimpleNamespace(run_dir=home, start=lambda: None, steps=train, "
         "stop_requested=False, steps_done=0, abandon=lambda: None,\n"
         "    system=SimpleNamespace(scene=Scene, event_loop=loop), "
         "config=SimpleNamespace(watchdog=off, evaluation=SimpleNamespace(before=False)))\n"
-        "guarded(trainer, Console(), lambda: run._train(trainer, Console()))\n"
+        "@contextlib.contextmanager\n"
+        "def command(config):\n"
+        "    with guarded(trainer, console := Console()):\n"
+        "        yield run.Command(console, trainer)\n"
+        "run.command = command\nrun.run(SimpleNamespace())\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
