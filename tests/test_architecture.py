@@ -71,21 +71,19 @@ LIBRARIES = {
     "environments": "pydantic",
     "environments.tools": "pydantic transformers",  # schemas
     "learner.batching": "",
-    "weights": "torch vllm numpy",
-    "weights.worker": "torch vllm numpy tqdm",  # a lock of its progress bars
+    "weights": "torch numpy",
     "weights.transport": "torch",  # what the driver imports
     "weights.coordinator": "",
     "weights.fan_out": "numpy",
     "weights.pinning": "",
     "weights.checks": "numpy",
     "weights.layout": "torch",
-    "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
-    "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
+    "weights.names": "torch safetensors transformers",  # the headers of the model's files
     "rollout": "numpy",
     "rollout.engine": "numpy",
-    "rollout.engine.vllm": "vllm numpy transformers",
-    "rollout.engine.vllm.support": "vllm numpy",  # whether it can run a model
-    "rollout.tool_calls": "vllm",  # its parsers
+    "rollout.engine.base": "numpy transformers",  # which tokens end a response
+    "rollout.engine.vllm": "vllm torch numpy",
+    "rollout.engine.vllm.worker": "vllm torch tqdm",  # a lock of its progress bars
     "rollout.chat_format": "renderers",
     "rollout.engine.vllm.early_process": "setproctitle",  # which vLLM brings
     "rollout.host": "numpy transformers",  # the tokenizer
@@ -205,19 +203,23 @@ def check_imports(name: str, tree: ast.Module) -> list[str]:
 
 
 def named_by_strings(tree: ast.AST) -> Iterator[str]:
-    """Modules of the folders that are found by name, where a string other than a docstring names
-    one.
-    """
+    """Modules of the folders that are found by name, where a string names one."""
+    for text in strings(tree):
+        if found := re.match(rf"async_grpo\.({'|'.join(BY_NAME)})\b\S*", text):
+            yield found[0]
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """All strings other than docstrings."""
     documented = {
         id(node.value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found = re.match(rf"async_grpo\.({'|'.join(BY_NAME)})\b\S*", node.value)
-            if found is not None and id(node) not in documented:
-                yield found[0]
+        constant = isinstance(node, ast.Constant) and id(node) not in documented
+        if constant and isinstance(node.value, str):
+            yield node.value
 
 
 def circles(trees: Mapping[str, ast.Module]) -> set[frozenset[str]]:
@@ -387,6 +389,30 @@ def test_a_backend_of_the_learner_is_one_folder(trees: dict[str, ast.Module]) ->
         if name.startswith("learner.")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and re.match("zero_stage$|deepspeed$|ds_", node.attr)
+    ] == []
+
+
+def test_an_engine_is_one_folder(trees: dict[str, ast.Module]) -> None:
+    """One module names it; the others know neither its modules, nor its library, nor its section of
+    the settings.
+    """
+    inside = [name for name in trees if re.match(r"rollout\.engine\.\w+\.", name)]
+    libraries = {name.split(".")[2] for name in inside}
+    assert libraries == {"vllm"}
+    others = {name: tree for name, tree in trees.items() if name not in inside}
+    named = re.compile(rf"(async_grpo\.rollout\.engine\.)?({'|'.join(libraries)})(\.\w|$)")
+    assert {
+        (name, target)
+        for name, tree in others.items()
+        for target in [*imports(tree), *(text for text in strings(tree) if "." in text)]
+        if named.match(target)
+    } == {("rollout.engine.choice", "async_grpo.rollout.engine.vllm.kind.VllmKind")}
+    assert [
+        f"{name}:{node.lineno}"
+        for name, tree in others.items()
+        if not name.startswith("config.")  # it checks them
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in libraries
     ] == []
 
 

@@ -118,6 +118,7 @@ class LearnerProcess:
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from async_grpo.learner.learner import Learner
         from async_grpo.learner.checkpoint import Saving
+        from async_grpo.rollout.engine.choice import ENGINE
         from async_grpo.weights.transport import make_sender
 
         try:
@@ -131,7 +132,9 @@ class LearnerProcess:
             state = learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
             raise SetupError(str(error)) from error
-        sender = make_sender(backend, learner, config=self._config, key=key)
+        sender = make_sender(
+            backend, learner, config=self._config, key=key, pushing=ENGINE.pushing_sender
+        )
         self._parts = RankParts(learner, sender, Saving(learner, key=key))
         return state
 

@@ -1,8 +1,8 @@
-"""The weight transports: what each can do, and where its two halves are.
+"""The weight transports: what each can do, and where its learner's half is.
 
 Runs in: every process; without torch and vLLM. Invariant: no other module compares a transport's
-name; code that depends on the transport asks for a trait. A transport is added with an entry here
-and a module in `weights` that has its sender and its engine.
+name; code that depends on the transport asks for a trait. A transport is added with an entry here,
+a module in `weights` with its sender, and the receiving half in the folder of every engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Senders(Constants):
 class Transport:
     """One way to bring weights from the learner to the engines.
 
-    sender: `module:class` of the learner's half, built with `of(owner, config=..., key=...)`.
-    engine: `module:class` of the workers' half, one of vLLM's weight-transfer engines.
+    sender: `module:class` of the learner's half, built with `of(owner, config=..., key=...)`; ""
+    where weights are pushed, which goes by the engine's protocol (`EngineKind.pushing_sender`).
     needs_gpu: whether it works between GPUs only.
     colocated: whether a learner rank and its engine share one GPU; None where both ways work.
     pushes: the learner sends to a group of all engines; else each engine reads a copy itself.
@@ -38,18 +38,12 @@ class Transport:
     """
 
     name: str
-    sender: str
-    engine: str
+    sender: str = ""
     needs_gpu: bool = True
     colocated: bool | None = None
     pushes: bool = False
     relayed: bool = False
     options: type[Any] | None = None
-
-    @property
-    def vllm_name(self) -> str:
-        """The name of the engine in vLLM's registry, where the plain names are vLLM's own."""
-        return f"async_grpo_{self.name}"
 
 
 TRANSPORTS = {
@@ -58,24 +52,11 @@ TRANSPORTS = {
         Transport(
             "shared_memory",
             sender="async_grpo.weights.shared_memory:SharedMemorySender",
-            engine="async_grpo.weights.worker:SharedMemoryEngine",
             needs_gpu=False,
             relayed=True,
         ),
-        Transport(
-            "nccl",
-            sender="async_grpo.weights.nccl:NcclSender",
-            engine="async_grpo.weights.worker:NcclEngine",
-            colocated=False,
-            pushes=True,
-            options=Senders,
-        ),
-        Transport(
-            "ipc",
-            sender="async_grpo.weights.ipc:IpcSender",
-            engine="async_grpo.weights.worker:IpcEngine",
-            colocated=True,
-        ),
+        Transport("nccl", colocated=False, pushes=True, options=Senders),
+        Transport("ipc", sender="async_grpo.weights.ipc:IpcSender", colocated=True),
     )
 }
 

@@ -7,20 +7,22 @@ prompt. There are two formats: `TemplateFormat` for any model with a chat templa
     messages -> prompt ids;    a turn's ids -> Said;    new messages -> suffix ids, or None
 
 Invariant: a suffix is given only where what stands before it is sure to stay as it was sampled;
-otherwise None, and the episode goes on in a new row.
+otherwise None, and the episode goes on in a new row. A tool call that cannot be read is never
+guessed: it is content, or said to be unreadable.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
 from async_grpo.environments.tools import TaskWithTools
 from async_grpo.errors import SetupError
-from async_grpo.rollout.tool_calls import ToolCallReader, parser_of, tool_call_reader
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.tasks.base import Task
 from async_grpo.tasks.chat import prompt_ids
 
@@ -90,7 +92,7 @@ class TemplateFormat:
         tokenizer: Any,
         *,
         tools: Sequence[dict[str, Any]] = (),
-        reader: ToolCallReader | None = None,
+        reader: Callable[[str], Said] | None = None,
     ) -> None:
         """reader: of tool calls, where there are tools."""
         self._tokenizer, self._reader = tokenizer, reader
@@ -110,10 +112,7 @@ class TemplateFormat:
 
     def read(self, prompt: Sequence[int], ids: Sequence[int], text: str) -> Said:
         """See `ChatFormat.read`."""
-        if self._reader is None:
-            return Said(text)
-        found = self._reader.read(text, ids)
-        return Said(found.content, found.calls, found.unreadable)
+        return Said(text) if self._reader is None else self._reader(text)
 
     def suffix(
         self, prompt: Sequence[int], ids: Sequence[int], said: Said, new: Sequence[Message]
@@ -211,8 +210,9 @@ def chat_format_of(
     config: Config, tokenizer: Any, task: Task, *, reads: bool = True
 ) -> ChatFormat | None:
     """Return how a task's chats are written; None for a task that poses text to a tokenizer without
-    a chat template. reads: whether turns will be read, for which vLLM is imported. Raises
-    SetupError for a renderer or a parser that there is not, and where none is known.
+    a chat template. reads: whether turns will be read, for which the engine's library may be
+    imported. Raises SetupError for a renderer or a parser that there is not, and where none is
+    known.
     """
     tools = task.tools if isinstance(task, TaskWithTools) else []
     return chat_format_with(config, tokenizer, tools, reads=reads)
@@ -233,6 +233,62 @@ def chat_format_with(
         parser = parser_of(tokenizer, settings.tool_parser)
         reader = tool_call_reader(tokenizer, tools, parser) if reads else None
     return TemplateFormat(tokenizer, tools=tools, reader=reader)
+
+
+def parser_of(tokenizer: Any, wanted: str) -> str | None:
+    """Return the engine's parser that `environment.tool_parser` means; None for the tokenizer's own
+    `response_template`. Raises SetupError where `auto` finds none.
+    """
+    if wanted != "auto":
+        return wanted
+    if getattr(tokenizer, "response_template", None):
+        return None
+    if parser := ENGINE.parser_for(str(tokenizer.chat_template)):
+        return parser
+    raise SetupError(
+        "there are tools, but nothing here says how this model writes tool calls: set "
+        f"`environment.tool_parser` to a parser of {ENGINE.name}, for example hermes or "
+        "llama3_json (docs/agents.md), and use a model whose chat template knows tools"
+    )
+
+
+def tool_call_reader(
+    tokenizer: Any, tools: Sequence[dict[str, Any]], parser: str | None
+) -> Callable[[str], Said]:
+    """Return what reads the text of a turn, with its special tokens but the one that ended it.
+    parser: of `parser_of`. Raises SetupError for one that there is not.
+    """
+    if parser is not None:
+        parse = ENGINE.call_reader(parser, tokenizer, tools)
+        return lambda text: _said(*parse(text))
+
+    def read(text: str) -> Said:
+        try:
+            found = tokenizer.parse_response(text, tools=list(tools))
+        except ValueError as error:
+            return Said(text, [], f"{error}"[:200])
+        return _said(found.get("content") or "", found.get("tool_calls") or [])
+
+    return read
+
+
+def _said(content: str, calls: Sequence[dict[str, Any]], wrong: str = "") -> Said:
+    """Bring calls as the chat interfaces write them into our form."""
+    read = []
+    for call in calls:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                arguments = None
+        if isinstance(arguments, dict) and isinstance(function.get("name"), str):
+            one = {"name": function["name"], "arguments": arguments}
+            read.append(one | ({"id": call["id"]} if call.get("id") else {}))
+        else:
+            wrong = f"the arguments of {function.get('name')!r:.60} are no JSON object"
+    return Said(content, read, wrong)
 
 
 def _renderer(tokenizer: Any, model: str, wanted: str) -> Any:

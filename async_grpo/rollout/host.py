@@ -3,7 +3,8 @@
 Runs in: rollout actors, and the commands that evaluate or serve a model alone. Knows nothing of
 tickets, groups and the queue (`producer`).
 
-Invariant: `start` reaches `VllmEngine.begin` before torch, vLLM or transformers is imported.
+Invariant: `start` reaches `EngineKind.begin` before torch, transformers or the engine's library is
+imported.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine.base import Completion, Engine, Sampling
-from async_grpo.rollout.engine.vllm.engine import VllmEngine, stop_tokens
+from async_grpo.rollout.engine.base import Completion, Engine, Sampling, stop_tokens
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.rollout.episodes import PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
@@ -80,7 +81,7 @@ class EngineHost:
         """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
         engine generates at the same time.
         """
-        early = VllmEngine.begin(self._device, cores=self._cores)
+        early = ENGINE.begin(self._device, cores=self._cores)
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from transformers import AutoTokenizer
 
@@ -100,7 +101,7 @@ class EngineHost:
         verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
         plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
         starting = asyncio.gather(*[] if plays else [verifiers.start()])
-        engine = await VllmEngine.start(
+        engine = await ENGINE.start(
             config,
             model_dir=self._model_dir,
             device=self._device,

@@ -15,7 +15,7 @@ in shared memory until the next but one; the coordinator waits for a publication
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -202,12 +202,20 @@ def resolve_backend(config: Config, *, device: str, colocated: bool) -> str:
     return backend if backend in TRANSPORTS else automatic(device=device, colocated=colocated)
 
 
-def make_sender(backend: str, owner: WeightOwner, *, config: Config, key: str) -> WeightSender:
+def make_sender(
+    backend: str,
+    owner: WeightOwner,
+    *,
+    config: Config,
+    key: str,
+    pushing: Callable[[], type[WeightSender]],
+) -> WeightSender:
     """Build the learner's half of a transport, whose module is imported only now: a learner on CPU
-    loads no vLLM. `key` names the run's shared-memory segments.
+    loads no engine. key: names the run's shared-memory segments; pushing: of the engine.
     """
     module, _, name = TRANSPORTS[backend].sender.partition(":")
-    return getattr(import_module(module), name).of(owner, config=config, key=key)
+    kind: type[WeightSender] = getattr(import_module(module), name) if module else pushing()
+    return kind.of(owner, config=config, key=key)
 
 
 def fallback_directory(config: Config) -> Path:

@@ -112,7 +112,7 @@ class _Layer(nn.Module):
 def rank_main(rank: int, options: argparse.Namespace, pipe: Any) -> None:
     """Run a learner rank: it announces what it sends, and sends it when it is told to."""
     device = begin(rank, options)
-    from async_grpo.weights.nccl import NcclSender
+    from async_grpo.rollout.engine.vllm.nccl import NcclSender
 
     owner = Published(rank, options, device)
     pack = (PER_PACK - 1) * options.rows * COLUMNS * 2  # it ends with the piece that is too much
@@ -135,7 +135,7 @@ def worker_main(worker: int, options: argparse.Namespace, pipe: Any) -> None:
     device = begin(options.ranks + worker, options)
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    from async_grpo.weights.worker import NcclEngine
+    from async_grpo.rollout.engine.vllm.worker import NcclEngine
 
     model, wanted = Served(options, device), Published(0, options, device)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -17,7 +17,8 @@ from multiprocessing import get_context
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine.vllm.engine import VllmEngine, stop_tokens
+from async_grpo.rollout.engine.base import stop_tokens
+from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.host import hash63
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index

@@ -18,8 +18,9 @@ from async_grpo.rollout.chat_format import (
     Said,
     TemplateFormat,
     chat_format_of,
+    parser_of,
+    tool_call_reader,
 )
-from async_grpo.rollout.tool_calls import parser_of, tool_call_reader
 from tests.support.chat_templates import HERMES, tokenizer_of
 from tests.support.renderer_families import families, renderer_of_family
 from tests.support.rollout_parts import Task
@@ -212,9 +213,9 @@ def test_the_response_template_of_a_tokenizer_comes_first() -> None:
     assert parser_of(Template(), "auto") is None
     assert parser_of(Template(), "hermes") == "hermes"
     reader = tool_call_reader(Template(), [TOOL], None)
-    assert reader.read("text", []).calls == [{"name": "search", "arguments": {"query": "x"}}]
-    assert "no JSON object" in reader.read("list", []).unreadable
-    assert reader.read("broken", []).unreadable == "no response"
+    assert reader("text").calls == [{"name": "search", "arguments": {"query": "x"}}]
+    assert "no JSON object" in reader("list").unreadable
+    assert reader("broken").unreadable == "no response"
 
 
 class _Tokenizer:

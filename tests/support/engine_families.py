@@ -120,7 +120,7 @@ def differences(name: str, directory: str, arguments: dict[str, Any]) -> dict[st
     others = {key: value for key, value in later.items() if key not in experts}
     if experts:
         partly = own_logprobs(_with(hf, trial.published | others))
-    engine = TrialEngine(arguments)
+    engine = TrialEngine(arguments, directory=directory, dtype=arguments["dtype"])
 
     def apart(wanted: np.ndarray) -> float:
         found = np.abs(engine.logprobs(trial.rows) - wanted)

@@ -19,7 +19,7 @@ PRELOADED = [
     "async_grpo.learner.learner",
     "deepspeed",
     "async_grpo.weights.transport",
-    "async_grpo.weights.worker",
+    "async_grpo.rollout.engine.vllm.worker",
     "tests.support.learners",
     "tests.support.nccl_over_gloo",
 ]

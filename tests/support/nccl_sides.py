@@ -51,7 +51,7 @@ def make_sender(
     deadlines: Deadlines | None = None,
 ) -> Any:
     """The one place that builds our sender."""
-    from async_grpo.weights.nccl import NcclSender
+    from async_grpo.rollout.engine.vllm.nccl import NcclSender
 
     settings = WeightSync.model_validate(
         {
@@ -81,7 +81,7 @@ class Receiver:
     ) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        from async_grpo.weights.worker import NcclEngine
+        from async_grpo.rollout.engine.vllm.worker import NcclEngine
 
         self.payload, self.device = (
             payload,

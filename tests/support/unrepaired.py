@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from async_grpo.weights import worker
+from async_grpo.rollout.engine.vllm import worker
 
 _PLUGIN = Path(__file__).parent / "unrepaired_plugin"
 

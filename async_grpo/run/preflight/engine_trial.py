@@ -1,10 +1,10 @@
 """An engine tried on a small copy of a model: what it loads, and what is published to it later.
 
 Runs in: a process of its own, `python -m async_grpo.run.preflight.engine_trial`, which reads what
-to try as JSON and answers in JSON. On a GPU vLLM is only asked whether it takes the model: the GPUs
-may be elsewhere, and a run's self-check compares the same before its first step. On CPU:
+to try as JSON and answers in JSON. On a GPU the engine is only asked whether it takes the model:
+the GPUs may be elsewhere, and a run's self-check compares the same before its first step. On CPU:
 
-    small copy (random weights) -> log-probs by transformers, before vLLM changes its classes
+    small copy (random weights) -> log-probs by transformers, before the engine changes its classes
                                 -> files -> engine -> the same log-probs?
     other weights, published    ->          engine -> the same log-probs?
 """
@@ -30,8 +30,7 @@ from async_grpo.learner import copies
 from async_grpo.learner.forward_choice import ALONE, RAISED
 from async_grpo.learner.model import model_class, without_dropout
 from async_grpo.learner.weights import Published
-from async_grpo.rollout.engine.vllm.arguments import set_environment
-from async_grpo.rollout.engine.vllm.support import TrialEngine, in_words, refusal
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.runtime.text import raised
 from async_grpo.weights.names import file_shapes
 
@@ -115,7 +114,7 @@ def own_logprobs(hf: PreTrainedModel) -> np.ndarray:
 
 def attempt(trial: Trial, arguments: dict[str, Any], dtype: str) -> str:
     """Return what an engine does wrong with a copy, or ""."""
-    engine = TrialEngine(arguments | {"model": trial.directory, "dtype": dtype})
+    engine = ENGINE.tried(arguments, directory=trial.directory, dtype=dtype)
     apart = np.abs(engine.logprobs(trial.rows) - trial.expected)
     if not _small(apart, dtype):
         return f"it computes log-probs that are {apart.max():.2g} nats from those of transformers"
@@ -147,7 +146,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             trials = prepare(config, directory, longest_row=longest, trust_remote_code=trust)
             for trial in trials:
                 copy_processors(arguments["model"], Path(trial.directory))
-        why = refusal(arguments, device=device, chosen=asked["chosen"])
+        why = ENGINE.refusal(arguments, device=device)
         if why or not trials:
             return {"refused": why, "sure": True}
         return verdict(trials, arguments)
@@ -173,9 +172,9 @@ def verdict(trials: list[Trial], arguments: dict[str, Any]) -> dict[str, Any]:
     for trial, dtype in product(trials, dict.fromkeys(("float32", arguments["dtype"]))):
         try:
             found = {"refused": attempt(trial, arguments, dtype), "sure": True}
-        # whatever vLLM's models raise: a run would end with it
+        # whatever engines raise: a run would end with it
         except Exception as error:  # noqa: BLE001
-            found = {"refused": raised(error, in_words(error)), "sure": False}
+            found = {"refused": raised(error, ENGINE.in_words(error)), "sure": False}
         if not found["refused"]:
             break
     return found
@@ -184,7 +183,7 @@ def verdict(trials: list[Trial], arguments: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer on descriptor 1, in a line of its own."""
     asked = json.load(sys.stdin)
-    set_environment(asked["device"])
+    ENGINE.set_environment(asked["device"])
     print(json.dumps(answer(asked)), flush=True)
 
 

@@ -23,7 +23,7 @@ from async_grpo.learner.attention import heads_of
 from async_grpo.learner.batching import REPEATED
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
-from async_grpo.rollout.engine.vllm.arguments import ENGINE_BYTES, kv_cache_gb
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.runtime.parts import needed
 from async_grpo.weights.transport import PACKED_BYTES
 
@@ -249,7 +249,7 @@ def engine_memory(
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         kv_token=2 * shape.layers * heads * shape.head_dim * size,
         longest=config.rollout.longest_row,
-        rest=0 if device == "cpu" else ENGINE_BYTES,
+        rest=0 if device == "cpu" else ENGINE.gpu_bytes,
     )
 
 
@@ -270,7 +270,7 @@ def too_large(
     ]
     if placement.device != "cuda" or not all(sizes):
         return
-    memory = kv_cache_gb(config, device="cuda", backend=backend)
+    memory = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
     engine = engine_memory(config, shape, device="cuda", kv_cache_gb=memory)
     stage = config.learner.zero_stage
     rank = learner_memory(config, shape, device="cuda", stage=stage, backend=backend).total

@@ -21,7 +21,7 @@ from async_grpo.environments.base import HasEnvironment, HasPlayers
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
-from async_grpo.rollout.engine.vllm.engine import stop_tokens
+from async_grpo.rollout.engine.base import stop_tokens
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened

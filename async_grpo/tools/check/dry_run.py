@@ -32,7 +32,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine.vllm.arguments import kv_cache_gb, max_num_seqs
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.run.preflight.deadlines import too_short
 from async_grpo.run.preflight.memory import (
     ENGINE_CODE,
@@ -123,7 +123,7 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             config,
             shape,
             device=device,
-            kv_cache_gb=kv_cache_gb(config, device=device, backend=backend),
+            kv_cache_gb=ENGINE.kv_cache_gb(config, device=device, backend=backend),
         )
         console.summary("memory", list(_memory(config, shape, engine, device, backend)))
         if why:
@@ -264,7 +264,7 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
     work = Workload.of(
         config,
         Measured.of(record["measured"]),
-        max_num_seqs=max_num_seqs(config, device=device) or int(record["places"]),
+        max_num_seqs=ENGINE.max_num_seqs(config, device=device) or int(record["places"]),
         actors=len(placement.engines),
         cores=record.get("cores"),
     )
@@ -310,7 +310,7 @@ def _memory(
             f"{size_text(engine.kv_cache)} in all: room for {engine.rows(engine.kv_cache)} "
             f"responses of {engine.longest} tokens"
             if engine.kv_cache is not None
-            else "sized by vLLM: what gpu_memory_utilization "
+            else f"sized by {ENGINE.name}: what gpu_memory_utilization "
             f"{config.cluster.engine.gpu_memory_utilization:g} of a GPU leaves"
         ),
     )
@@ -362,7 +362,7 @@ def _episode_warnings(config: Config, task: Task) -> Iterator[str]:
 
 def _warnings(config: Config, placement: Placement) -> Iterator[str]:
     rollout, engines = config.rollout, len(placement.engines)
-    seats = engines * (max_num_seqs(config, device=placement.device) or 0)
+    seats = engines * (ENGINE.max_num_seqs(config, device=placement.device) or 0)
     most = config.max_outstanding * rollout.group_size
     if seats > most and config.cluster.engine.max_num_seqs is not None:
         yield (
@@ -381,7 +381,7 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
 
 def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterator[str]:
     most = config.max_outstanding * config.rollout.group_size
-    most = min(most, max_num_seqs(config, device=device) or most)
+    most = min(most, ENGINE.max_num_seqs(config, device=device) or most)
     if engine.kv_cache is None:
         return
     if (rows := engine.rows(engine.kv_cache)) < most:

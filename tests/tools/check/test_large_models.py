@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo.cluster.placement import PlacementError, place
 from async_grpo.config.load import load_config
-from async_grpo.rollout.engine.vllm.arguments import kv_cache_gb
+from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.run.preflight.memory import (
     engine_memory,
     learner_memory,
@@ -64,7 +64,7 @@ def test_a_row_is_what_the_arithmetic_says(row: dict[str, Any]) -> None:
     rank = learner_memory(
         config, shape, device="cuda", stage=config.learner.zero_stage, backend=backend
     )
-    cache = kv_cache_gb(config, device="cuda", backend=backend)
+    cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
     engine = engine_memory(config, shape, device="cuda", kv_cache_gb=cache)
     if placement is not None:
         sizes = {node.node_id: node.gpu_bytes for node in nodes}

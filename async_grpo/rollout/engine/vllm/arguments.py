@@ -25,6 +25,18 @@ ENGINE_BYTES = 3 * 2**30
 of a forward pass, CUDA graphs. An estimate.
 """
 
+_OF_THE_MACHINE = (
+    "worker_extension_cls",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "tensor_parallel_size",
+    "distributed_executor_backend",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+)
+"""Arguments that have nothing to do with what an engine computes."""
+
 
 def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
     """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
@@ -74,7 +86,7 @@ def engine_arguments(
         "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
+        "worker_extension_cls": "async_grpo.rollout.engine.vllm.worker.WorkerExtension",
         "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
     }
     if config.model.lm_head_fp32:
@@ -92,6 +104,14 @@ def engine_arguments(
     return arguments | settings.vllm
 
 
+def trial_arguments(config: Config, *, model: str, device: str) -> dict[str, Any]:
+    """Build the keywords of AsyncEngineArgs that do not depend on the machine."""
+    backend = "shared_memory" if device == "cpu" else "nccl"
+    found = engine_arguments(config, model_dir=model, device=device, backend=backend, seed=0)
+    free = {name: value for name, value in found.items() if name not in _OF_THE_MACHINE}
+    return free | config.cluster.engine.vllm
+
+
 def shared_gpu_share(config: Config, *, weights: int, kv_cache_gb: float, gpu_bytes: int) -> float:
     """Return the share of a GPU's memory that an engine needs beside a learner rank. Raises
     SetupError where it is more than `cluster.engine.gpu_memory_utilization`.
@@ -107,6 +127,11 @@ def shared_gpu_share(config: Config, *, weights: int, kv_cache_gb: float, gpu_by
             "raise gpu_memory_utilization"
         )
     return need / most
+
+
+def transfer_name(transport: str) -> str:
+    """Name of a transport's receiving half in vLLM's registry, where the plain ones are vLLM's."""
+    return f"async_grpo_{transport}"
 
 
 def weight_bytes(model_dir: str) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import shutil
 import time
@@ -31,7 +30,11 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, EngineError, Purpose, Sampling
 from async_grpo.rollout.engine.speeds import Speeds
-from async_grpo.rollout.engine.vllm.arguments import engine_arguments, set_environment
+from async_grpo.rollout.engine.vllm.arguments import (
+    engine_arguments,
+    set_environment,
+    transfer_name,
+)
 from async_grpo.rollout.engine.vllm.early_process import EarlyProcess, environment
 from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice, Mode, cache_mode
 from async_grpo.rollout.engine.vllm.support import adapt, gpu_bytes
@@ -189,9 +192,9 @@ class VllmEngine:
             seed=seed,
             gpu_bytes=gpu_bytes() if shared else None,
         )
-        transfer = WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name)
+        transfer = WeightTransferConfig(backend=transfer_name(backend))
         args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
-        adapt(args, device=device, chosen=config.cluster.engine.vllm)
+        adapt(args, device=device, given=arguments)
         counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
             llm = await asyncio.to_thread(
@@ -491,25 +494,6 @@ async def _within(seconds: float, phase: str, work: Awaitable[None]) -> None:
         raise TimeoutError(
             f"the engine's {phase} took longer than weight_sync.deadlines.{phase}_s = {seconds:g} s"
         ) from error
-
-
-def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
-    """Token ids that end a response: the tokenizer's eos, and the model's generation config's."""
-    from transformers.utils import cached_file
-
-    ids = set() if eos_token_id is None else {eos_token_id}
-    found = cached_file(
-        model_dir, "generation_config.json", _raise_exceptions_for_missing_entries=False
-    )
-    if found is not None:
-        eos = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
-    if not ids:
-        raise ValueError(
-            f"{model_dir} names no end-of-sequence token, so no response could end; add "
-            "one to its tokenizer"
-        )
-    return sorted(ids)
 
 
 @contextmanager

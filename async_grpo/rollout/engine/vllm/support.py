@@ -36,9 +36,9 @@ _SEES = re.compile("failed to be inspected|Can't load image processor")
 """What vLLM says where a package is missing that models need which also see."""
 
 
-def adapt(args: AsyncEngineArgs, *, device: str, chosen: Collection[str]) -> AsyncEngineArgs:
-    """Set what an architecture needs, but for arguments that the user chose. Returns `args`."""
-    free = device == "cpu" and "enable_prefix_caching" not in chosen
+def adapt(args: AsyncEngineArgs, *, device: str, given: Collection[str]) -> AsyncEngineArgs:
+    """Set what an architecture needs, but for arguments that were given. Returns `args`."""
+    free = device == "cpu" and "enable_prefix_caching" not in given
     if free and args.create_model_config().is_hybrid:
         # Caches of a recurrence's states want prompts in parts, which CPU engines do not do.
         args.enable_prefix_caching = False
@@ -52,12 +52,12 @@ def gpu_bytes() -> int:
     return current_platform.get_device_total_memory()
 
 
-def refusal(arguments: dict[str, Any], *, device: str, chosen: Collection[str] = ()) -> str:
+def refusal(arguments: dict[str, Any], *, device: str) -> str:
     """Return why vLLM does not take a model with these arguments of AsyncEngineArgs, or ""."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:
-        args = adapt(AsyncEngineArgs(**arguments), device=device, chosen=chosen)
+        args = adapt(AsyncEngineArgs(**arguments), device=device, given=arguments)
         config: VllmConfig = args.create_engine_config()
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         return in_words(error) or raised(error)
@@ -69,10 +69,10 @@ class TrialEngine:
     model that it cannot run.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], *, directory: str, dtype: str) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**arguments | _SMALL)
+        self._llm = LLM(**arguments | {"model": directory, "dtype": dtype} | _SMALL)
 
     def logprobs(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """Log-probs of all tokens but the first of every row, one after the other."""
@@ -97,7 +97,7 @@ class TrialEngine:
 
     def publish(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors as a worker of a run loads a publication."""
-        from async_grpo.weights.worker import load_publication
+        from async_grpo.rollout.engine.vllm.worker import load_publication
 
         load_publication(self.model, self._llm.llm_engine.model_config, tensors)
 

@@ -48,13 +48,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import TransferMismatch
+from async_grpo.rollout.engine.vllm.arguments import transfer_name
+from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup, within
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.names import NamesDiffer, check_names, file_shapes
-from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import TornTransfer
 
@@ -189,7 +189,7 @@ def _process_and_pack(method: Any, process: Callable[[nn.Module], None], layer: 
 class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
     """Loads a publication from a shared-memory segment."""
 
-    init_info_cls, update_info_cls = InitInfo, SegmentInfo
+    transport, init_info_cls, update_info_cls = "shared_memory", InitInfo, SegmentInfo
     _reader: SegmentReader | None = None
     _announced: SegmentInfo
 
@@ -221,7 +221,7 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
 class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
     """Loads a publication from the learner's copy on this GPU."""
 
-    init_info_cls, update_info_cls = InitInfo, HandleInfo
+    transport, init_info_cls, update_info_cls = "ipc", InitInfo, HandleInfo
     _layout: Layout
     _kept: tuple[bytes, Tensor | None]
     _buffer: Tensor | None
@@ -271,7 +271,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
 class NcclEngine(_Reload, NCCLWeightTransferEngine):
     """vLLM's NCCL engine with a watchdog, and checksums where the announcement asks for them."""
 
-    init_info_cls, update_info_cls = InitInfo, BroadcastInfo
+    transport, init_info_cls, update_info_cls = "nccl", InitInfo, BroadcastInfo
     packed: bool
     packed_buffer_size_bytes: int
     packed_num_buffers: int
@@ -387,8 +387,5 @@ def _outcome(work: Callable[[], None]) -> dict[str, str]:
 
 
 stacks.register_child("engine")
-for _transport in TRANSPORTS.values():
-    if _transport.vllm_name not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            _transport.vllm_name, *_transport.engine.split(":")
-        )
+for _engine in (SharedMemoryEngine, IpcEngine, NcclEngine):
+    WeightTransferEngineFactory.register_engine(transfer_name(_engine.transport), _engine)

@@ -38,8 +38,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 
 from async_grpo.config.schema import Config, WeightSync
 from async_grpo.errors import SetupError
+from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.layout import Layout, packs, to_wire
-from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.transport import (
     PACKED_BYTES,
     Announcement,
