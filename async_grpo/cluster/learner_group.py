@@ -133,7 +133,7 @@ class LearnerProcess:
         except ValueError as error:
             raise SetupError(str(error)) from error
         sender = make_sender(
-            backend, learner, config=self._config, key=key, pushing=ENGINE.pushing_sender
+            backend, learner.published, config=self._config, key=key, pushing=ENGINE.pushing_sender
         )
         self._parts = RankParts(learner, sender, Saving(learner, key=key))
         return state
@@ -202,7 +202,7 @@ class LearnerProcess:
         """Stage perturbed weights; the true ones are back, bit for bit, on return."""
         learner, sender = self._up.learner, self._up.sender
         sender.reserve()
-        with learner.perturbed(scale=scale, seed=self._config.seed):
+        with learner.published.perturbed(scale=scale, seed=self._config.seed):
             announcement = sender.stage(label, verify=True, apart=True)
             logprobs = learner.logprobs(sequences, temperature=1.0)
         return Staged(announcement, logprobs, learner.logprobs(sequences, temperature=1.0))
@@ -210,7 +210,7 @@ class LearnerProcess:
     def weights(self) -> dict[str, Any]:
         """Copy all weights to host memory, with all ranks; {} on ranks other than the first."""
         taken = {}
-        for name, weight in self._up.learner.named_weights():
+        for name, weight in self._up.learner.published.named_weights():
             if self._rank == 0:
                 taken[name] = weight.detach().cpu().clone()
         return taken

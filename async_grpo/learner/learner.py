@@ -120,8 +120,11 @@ class Learner:
         self.policy = self._build_policy(model_dir)
         files = file_shapes(model_dir)
         policy = self.policy.module
-        self._published = Published(policy.hf, division=self._division, files=files)
-        check_names(files, self._published.metadata(), tied=policy.tied, where=model_dir)
+        self.published = Published(
+            policy.hf, division=self._division, files=files, device=self.device
+        )
+        """The policy's weights, for engines and files."""
+        check_names(files, self.published.weight_metadata(), tied=policy.tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
 
     def _build_policy(self, model_dir: str) -> TrainedModel:
@@ -179,7 +182,7 @@ class Learner:
         model = self._load(directory, gradient_checkpointing=False, frozen=True)
         model.requires_grad_(False).eval()
         shapes = [shape for _, shape, _ in self._division.metadata(model)]
-        policy = [shape for _, shape, _ in self._published.metadata()]
+        policy = [shape for _, shape, _ in self.published.weight_metadata()]
         if settings.reference_refresh_steps and shapes != policy:
             raise ValueError(
                 "model.reference_refresh_steps copies the policy's weights into the reference, but "
@@ -463,13 +466,13 @@ class Learner:
 
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
         """List name, full shape and dtype name of every weight, in the order of `named_weights`."""
-        return self._published.metadata()
+        return self.published.weight_metadata()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
         is valid until the next. Collective if sharded: every rank must exhaust the iterator.
         """
-        return self._published.named()
+        return self.published.named_weights()
 
     def perturbed(self, *, scale: float, seed: int) -> AbstractContextManager[None]:
         """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
@@ -478,7 +481,7 @@ class Learner:
         With adapters w is the base's weight. No update may happen inside. Every rank (if sharded:
         rank 0) keeps a copy of the weights in host memory meanwhile.
         """
-        return self._published.perturbed(scale=scale, seed=seed)
+        return self.published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) for an
@@ -524,7 +527,11 @@ class Learner:
         """
         hf = self.policy.module.hf
         checkpoint.export(
-            hf, self.weight_metadata(), self.named_weights(), directory, rank=self.rank
+            hf,
+            self.published.weight_metadata(),
+            self.published.named_weights(),
+            directory,
+            rank=self.rank,
         )
         if self.config.model.lora is not None:
             adapters.export(
@@ -535,7 +542,7 @@ class Learner:
         """Bytes that this rank writes with `save` and `export`, at most."""
         lora = self.config.model.lora is not None
         saved = self.policy.bytes_to_save(only_trained=lora)
-        files = divide(self.weight_metadata(), self.world_size)
+        files = divide(self.published.weight_metadata(), self.world_size)
         own = sum(file.nbytes for file in files if file.rank == self.rank)
         exported = own * (1 + self._reference_moved)
         if lora and self.rank == 0:

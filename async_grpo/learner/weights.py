@@ -59,8 +59,9 @@ class _Weight:
 
 
 class Published:
-    """The weights of one model. files: name -> shape in the model's files, None for a model without
-    any.
+    """The weights of one model, as their senders see it. `rank` and `world_size` are the place of
+    this process among those that share it, `device` is where it is, `sharded` whether no rank holds
+    all of it.
     """
 
     def __init__(
@@ -69,8 +70,14 @@ class Published:
         *,
         division: Division = WHOLE,
         files: Mapping[str, Shape] | None = None,
+        device: str = "cpu",
     ) -> None:
-        self._division = division
+        """files: name -> shape in the model's files, None for a model without any."""
+        self._division, self.device = division, device
+        grouped = dist.is_initialized()
+        self.rank = dist.get_rank() if grouped else 0
+        self.world_size = dist.get_world_size() if grouped else 1
+        self.sharded = division.sharded
         adapted = {
             f"{name}.base_layer.weight": adapters.factors(layer)
             for name, layer in adapters.layers(hf).items()
@@ -99,23 +106,32 @@ class Published:
             or part.shapes.keys() <= files.keys()
         ]
 
-    def metadata(self) -> list[tuple[str, Shape, str]]:
-        """List name, full shape and dtype name of every weight, in the order of `named`."""
+    def weight_metadata(self) -> list[tuple[str, Shape, str]]:
+        """List name, full shape and dtype name of every weight, in the order of
+        `named_weights`.
+        """
         return [
             (name, shape, str(own[0].base.dtype).removeprefix("torch."))
             for part, own in self._parts
             for name, shape in part.shapes.items()
         ]
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights, each valid until the next. Collective if sharded: all ranks exhaust."""
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
+        is valid until the next. Collective if sharded: every rank must exhaust the iterator.
+        """
         for part, own in self._division.each(self._parts, _parameters):
             yield from self._names.split(part, [one.merged() for one in own]).items()
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
-        """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
-        changes = not self._division.sharded or dist.get_rank() == 0
+        """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
+        leaving restores the weights bit for bit.
+
+        With adapters w is the base's weight. No update may happen inside. Every rank (if sharded:
+        rank 0) keeps a copy of the weights in host memory meanwhile.
+        """
+        changes = not self.sharded or self.rank == 0
         kept: dict[str, Tensor] = {}
         floating = [one for _, own in self._parts for one in own if one.base.is_floating_point()]
         try:

@@ -69,6 +69,8 @@ class EngineHost:
         self._time = EngineTime()
         self._weights: dict[str, float] = {}
         """Of the reward components."""
+        self._changed = asyncio.Event()
+        """Something happened that may be waited for, such as new weights."""
 
     @property
     def parts(self) -> Parts:
@@ -144,6 +146,7 @@ class EngineHost:
             receipt = await self.parts.engine.receive(announcement)
         self._paused_s += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens
+        self._changed.set()
         return receipt
 
     async def evaluate(

@@ -38,7 +38,6 @@ from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
-from async_grpo.weights.transport import Announcement, Receipt
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
 from async_grpo.wire.groups import EPISODE_END
 
@@ -94,7 +93,6 @@ class GroupProducer(EngineHost):
         self._groups: dict[tuple[int, int], _GroupWork] = {}
         self._outbox: list[tuple[_GroupWork, bytes]] = []
         self._outbox_filled = asyncio.Event()
-        self._changed = asyncio.Event()
         self._ended = asyncio.Event()
         self._draining = self._resting = False
         self._produced_at = 0.0
@@ -138,12 +136,6 @@ class GroupProducer(EngineHost):
         self._draining = True
         self._changed.set()
         await self._ended.wait()
-
-    async def receive(self, announcement: Announcement) -> Receipt:
-        """See `EngineHost.receive`; tickets of the new version may be there."""
-        receipt = await super().receive(announcement)
-        self._changed.set()
-        return receipt
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`; groups held here go on, and `run` does not return."""

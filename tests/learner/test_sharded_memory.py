@@ -90,7 +90,7 @@ def rank_main(rank: int, world: int, port: int, small: str, large: str, target: 
     share, largest = 4 * sum(sizes) // world, 4 * max(sizes)
     assert share > 3 * (largest + SLACK), "the model is too small to tell"
     with Peak() as publishing:
-        names = [name for name, _ in Published(model.hf, division=zero).named()]
+        names = [name for name, _ in Published(model.hf, division=zero).named_weights()]
     assert len(names) == len(sizes)
     metadata, out = zero.metadata(model), Writes()
     with Peak() as exporting:

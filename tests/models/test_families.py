@@ -107,16 +107,17 @@ def test_weights_are_published_with_the_names_and_bytes_of_the_files(family: tup
     for path in Path(directory).glob("*.safetensors"):
         files |= load_file(path)
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    check_names(file_shapes(directory), published.metadata(), tied=tied, where=directory)
-    named = list(published.named())
+    check_names(file_shapes(directory), published.weight_metadata(), tied=tied, where=directory)
+    named = list(published.named_weights())
     assert [(name, tuple(one.shape)) for name, one in named] == [
-        (name, shape) for name, shape, _ in published.metadata()
+        (name, shape) for name, shape, _ in published.weight_metadata()
     ]
     assert all(torch.equal(one, files[name]) for name, one in named)
     with published.perturbed(scale=0.1, seed=3):
-        moved = {name for name, one in published.named() if not torch.equal(one, files[name])}
+        now = published.named_weights()
+        moved = {name for name, one in now if not torch.equal(one, files[name])}
         assert moved == {name for name, one in named if one.is_floating_point()}
-    assert all(torch.equal(one, files[name]) for name, one in published.named())
+    assert all(torch.equal(one, files[name]) for name, one in published.named_weights())
 
 
 def test_names_are_known_before_a_weight_is_read(family: tuple) -> None:
@@ -126,7 +127,7 @@ def test_names_are_known_before_a_weight_is_read(family: tuple) -> None:
         hf = model_class(config).from_config(config)
     read = model_class(config).from_pretrained(directory)
     metadata = [
-        [(name, shape) for name, shape, _ in Published(one, files=files).metadata()]
+        [(name, shape) for name, shape, _ in Published(one, files=files).weight_metadata()]
         for one in (hf, read)
     ]
     assert metadata[0] == metadata[1]
@@ -139,7 +140,7 @@ def test_files_without_the_decoders_prefix_are_published_as_they_are(tmp_path: P
     assert "h.0.ln_1.weight" in old
     save_file(old, path, metadata={"format": "pt"})
     hf = model_class(choose_config(str(tmp_path))).from_pretrained(tmp_path)
-    published = dict(Published(hf, files=file_shapes(str(tmp_path))).named())
+    published = dict(Published(hf, files=file_shapes(str(tmp_path))).named_weights())
     assert published.keys() <= old.keys()
     assert all(torch.equal(one, old[name]) for name, one in published.items())
 

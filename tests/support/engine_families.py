@@ -115,7 +115,7 @@ def differences(name: str, directory: str, arguments: dict[str, Any]) -> dict[st
     trial = trial_of(hf, directory)
     published = Published(hf, files=file_shapes(directory))
     with published.perturbed(scale=MOVE, seed=8):
-        later = {key: tensor.clone() for key, tensor in published.named()}
+        later = {key: tensor.clone() for key, tensor in published.named_weights()}
     experts = {key for key in later if ".experts." in key or "block_sparse_moe" in key}
     others = {key: value for key, value in later.items() if key not in experts}
     if experts:

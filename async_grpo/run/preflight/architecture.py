@@ -167,7 +167,7 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
     files = file_shapes(str(directory))
     tied = PolicyModel(hf, float32_head=False).tied
     published = Published(hf, files=files)
-    check_names(files, published.metadata(), tied=tied, where=model)
+    check_names(files, published.weight_metadata(), tied=tied, where=model)
 
 
 def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:

@@ -89,7 +89,7 @@ def trial_of(hf: PreTrainedModel, directory: str) -> Trial:
         raise ArithmeticError("log-probs are no numbers")
     published = Published(hf, files=file_shapes(directory))
     with published.perturbed(scale=MOVE, seed=7):
-        tensors = {name: tensor.clone() for name, tensor in published.named()}
+        tensors = {name: tensor.clone() for name, tensor in published.named_weights()}
         return Trial(directory, rows(hf.config), expected, tensors, own_logprobs(hf))
 
 
