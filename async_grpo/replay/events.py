@@ -8,7 +8,7 @@ order, and nothing else.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 REASON_CHARS = 200
 """What is kept of the text that says why."""
@@ -157,22 +157,7 @@ Event = (
     | Close
 )
 KINDS: dict[str, type[Event]] = {
-    "issue": Issue,
-    "skip": Skip,
-    "put": Put,
-    "reject": Reject,
-    "fail": Fail,
-    "expire": Expire,
-    "drop": Drop,
-    "forfeit": Forfeit,
-    "retire": Retire,
-    "refuse": Refuse,
-    "waste": Waste,
-    "sampled": Sampled,
-    "batch": TakeBatch,
-    "done": Done,
-    "live": Live,
-    "close": Close,
+    "batch" if event is TakeBatch else event.__name__.lower(): event for event in get_args(Event)
 }
 _KIND_OF = {event: kind for kind, event in KINDS.items()}
 

@@ -42,7 +42,7 @@ from async_grpo.errors import JournalDamage, JournalError, SetupError
 from async_grpo.replay import events
 from async_grpo.replay.events import Event
 from async_grpo.replay.journal import Results, Segment, segment_path, segments
-from async_grpo.replay.ledger import FramePosition, GroupEntry, Ledger, State
+from async_grpo.replay.ledger import SLOT_STATES, FramePosition, GroupEntry, Ledger, State
 from async_grpo.wire.codec import (
     Batch,
     Group,
@@ -299,7 +299,6 @@ class Stretch(Past):
             return None
 
     def _groups(self, first: int) -> dict[int, GroupResult]:
-        """Results of these steps or later."""
         taken = {group_id: step for step, ids in self.steps.items() for group_id in ids}
         ready = self.ledger.slots[State.READY].keys() | self.ledger.unused.keys()
         return {
@@ -435,18 +434,12 @@ class History(Visitor):
         if not self.starts or self.snapshot["start"] != before:
             self._start_again()
         ledger = self.ledger
-        for record in list(self._unfinished.values()):
-            if record.group_id not in ledger.entries:
-                self._end(record, _ended(record, ledger))
+        for group_id in self._unfinished.keys() - ledger.entries.keys():
+            record = self._unfinished.pop(group_id)
+            record.state = _ended(record, ledger)
         for entry in ledger.entries.values():
-            record = self._record(entry.group_id)
-            record.attempt, record.state = entry.attempt, entry.state
-            record.policy_version, record.step = entry.policy_version, entry.step
-            record.actor_id = entry.actor_id or record.actor_id
-            if entry.place is not None:
-                _add_frame(record, entry.place)
-            if entry.state != State.TRAINED:
-                self._unfinished[entry.group_id] = record
+            self._follow(entry)
+        ledger.watch = self._follow
 
     def _start_again(self) -> None:
         """Forget what came after the checkpoint of this start: it did not happen."""
@@ -462,59 +455,33 @@ class History(Visitor):
     def happens(self, event: Event, place: FramePosition | None) -> None:
         """See Visitor."""
         super().happens(event, place)
-        if isinstance(event, events.Issue):
-            record = self._unfinished[event.group_id] = self._record(event.group_id)
-            record.attempt, record.state = event.attempt, State.IN_FLIGHT
-            record.policy_version, record.actor_id = event.version, event.actor_id
-        elif isinstance(
-            event, events.Put | events.Reject | events.Fail | events.Expire | events.Drop
-        ):
-            self._change(event, place)
-        elif isinstance(event, events.Skip):
-            for group_id in range(event.group_id, event.group_id + event.number):
-                self.groups[group_id] = GroupRecord(group_id, 0, State.SKIPPED)
-        elif isinstance(event, events.TakeBatch):
-            for group_id in event.group_ids:
-                self.groups[group_id].state = State.TRAINING
-                self.groups[group_id].step = event.step
-        elif isinstance(event, events.Done):
-            for group_id in self.steps[event.step]:
-                self._end(self.groups[group_id], State.TRAINED)
-        elif isinstance(event, events.Live):
-            self.live[event.version] = event.digest
-        elif isinstance(event, events.Refuse):
-            self.refusals.append(event)
-        elif isinstance(event, events.Close):
-            for record in list(self._unfinished.values()):
-                if record.state != State.TRAINING:
-                    self._end(record, State.UNUSED)
+        match event:
+            case events.Reject(group_id, _, reason) | events.Fail(group_id, _, reason):
+                self.groups[group_id].reason = reason
+            case events.Expire(group_id, _, step):
+                self.groups[group_id].reason = f"too old for step {step}"
+            case events.Drop(group_id):
+                self.groups[group_id].reason = "its result could not be read"
+            case events.Skip(first, number):
+                for group_id in range(first, first + number):
+                    self.groups[group_id] = GroupRecord(group_id, 0, State.SKIPPED)
+            case events.Live(version, digest):
+                self.live[version] = digest
+            case events.Refuse():
+                self.refusals.append(event)
 
-    def _change(
-        self,
-        event: events.Put | events.Reject | events.Fail | events.Expire | events.Drop,
-        place: FramePosition | None,
-    ) -> None:
-        """Follow the ledger, which knows where a group went and remembers those that just ended."""
-        record = self.groups[event.group_id]
-        if (told := self.ledger.record(event.group_id)) is not None:
-            record.state = told[1]
-        if isinstance(event, events.Put) and place is not None:
-            _add_frame(record, place)
-        if isinstance(event, events.Reject | events.Fail):
-            record.reason = event.reason
-        elif isinstance(event, events.Expire):
-            record.reason = f"too old for step {event.step}"
-        elif isinstance(event, events.Drop):
-            record.reason = "its result could not be read"
-        if record.state in (State.REJECTED, State.FAILED, State.EXPIRED):
-            self._end(record, record.state)
-
-    def _record(self, group_id: int) -> GroupRecord:
-        return self.groups.setdefault(group_id, GroupRecord(group_id, 0, None))
-
-    def _end(self, record: GroupRecord, state: State | None) -> None:
-        record.state = state
-        del self._unfinished[record.group_id]
+    def _follow(self, entry: GroupEntry) -> None:
+        """Take over what the ledger knows of a group."""
+        record = self.groups.setdefault(entry.group_id, GroupRecord(entry.group_id, 0, None))
+        record.attempt, record.state = entry.attempt, entry.state
+        record.policy_version, record.step = entry.policy_version, entry.step
+        record.actor_id = entry.actor_id or record.actor_id
+        if entry.place is not None:
+            others = (frame for frame in record.frames if frame[0] != entry.attempt)
+            record.frames = (*others, (entry.attempt, entry.place))
+        self._unfinished.pop(entry.group_id, None)
+        if entry.state in SLOT_STATES and entry.state != State.TRAINED:
+            self._unfinished[entry.group_id] = record
 
 
 def read_history(directory: Path) -> History:
@@ -554,11 +521,6 @@ def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
     if record.state == State.WAITING and record.reason:
         return State.EXPIRED if record.reason.startswith("too old") else State.FAILED
     return None
-
-
-def _add_frame(record: GroupRecord, place: FramePosition) -> None:
-    others = (frame for frame in record.frames if frame[0] != record.attempt)
-    record.frames = (*others, (record.attempt, place))
 
 
 # ---- the recorded batches ----

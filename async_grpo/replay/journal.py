@@ -30,6 +30,7 @@ record can follow a hole.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import struct
 import time
@@ -55,6 +56,8 @@ SUFFIX = ".journal"
 INTERVAL_S = 1.0
 """Seconds between flushes with fsync `interval`."""
 
+_MAP_BYTES = 2**20
+"""A segment that is not smaller is mapped to be read."""
 _MAGIC = b"AGRJ"
 _FILE = struct.Struct("<4sHHQ")
 _RECORD_MAGIC = b"\xa7Rec"
@@ -273,8 +276,12 @@ class Segment:
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self.path = number, segment_path(directory, number)
         try:
-            small = self.path.stat().st_size < _MAP_BYTES
-            self._data = self.path.read_bytes() if small else _mapped(self.path)
+            with open(self.path, "rb") as file:
+                small = os.fstat(file.fileno()).st_size < _MAP_BYTES
+                read_only = mmap.ACCESS_READ
+                self._data: bytes | mmap.mmap = (
+                    file.read() if small else mmap.mmap(file.fileno(), 0, access=read_only)
+                )
         except OSError as error:
             raise JournalError(
                 f"the journal's {self.path} cannot be read: {error.strerror or error}"
@@ -333,11 +340,14 @@ class Segment:
                     self.cut_off = end - at
                     return None
                 self.size = stop + payload
-                return JournalRecord(
-                    sequence,
-                    self._unpack(start, stop),
-                    FramePosition(self.number, stop, payload) if payload else None,
-                )
+                view = memoryview(self._data)[start:stop]
+                try:
+                    body = msgpack.unpackb(view, raw=False, strict_map_key=True)
+                except (ValueError, msgpack.UnpackException) as error:
+                    what = f"holds a record that is not msgpack: {error}"
+                    raise JournalDamage(f"{self.path} {what}") from error
+                place = FramePosition(self.number, stop, payload) if payload else None
+                return JournalRecord(sequence, body, place)
         found = None if expected is None else self._later_record(expected)
         if expected is not None and (whole or found is not None):
             behind = "the last one" if found is None else f"good records go on at byte {found}"
@@ -352,16 +362,6 @@ class Segment:
         head = zlib.crc32(self._data[at : at + _HEAD.size])
         return zlib.crc32(memoryview(self._data)[start:stop], head) == checksum
 
-    def _unpack(self, start: int, stop: int) -> Any:
-        try:
-            return msgpack.unpackb(
-                memoryview(self._data)[start:stop], raw=False, strict_map_key=True
-            )
-        except (ValueError, msgpack.UnpackException) as error:
-            raise JournalDamage(
-                f"{self.path} holds a record that is not msgpack: {error}"
-            ) from error
-
     def _later_record(self, expected: int) -> int | None:
         """Where a whole record with a later sequence number is."""
         at, end = self.size, len(self._data)
@@ -372,16 +372,6 @@ class Segment:
             if sequence > expected and stop <= end and self._adds_up(at, start, stop):
                 return at
         return None
-
-
-_MAP_BYTES = 2**20
-
-
-def _mapped(path: Path) -> Any:
-    import mmap
-
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 OPEN_SEGMENTS = 8

@@ -124,26 +124,10 @@ class Ledger:
         """Groups that the end of the run left over: a run that goes on later takes them up."""
         self.tokens = Tokens()
         self.changes = 0
+        self.watch: Callable[[GroupEntry], None] | None = None
+        """Is told of every group whose state changes, up to `trained`."""
         # a dict is slow to find its first entry
         self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()
-        self._apply: dict[type, Callable[..., None]] = {
-            events.Issue: self._issue,
-            events.Skip: self._skip,
-            events.Put: self._put,
-            events.Reject: self._reject,
-            events.Fail: self._fail,
-            events.Expire: self._expire,
-            events.Drop: self._drop,
-            events.Forfeit: self._forfeit,
-            events.Retire: self._retire,
-            events.Refuse: self._refuse,
-            events.TakeBatch: self._take_batch,
-            events.Done: self._done,
-            events.Live: self._live,
-            events.Close: self._close_run,
-            events.Waste: lambda event: None,
-            events.Sampled: lambda event: None,
-        }
 
     def apply(
         self,
@@ -156,12 +140,55 @@ class Ledger:
     ) -> None:
         """Apply an event; the rest is of a Put's group. Raises RuntimeError for the impossible."""
         self.tokens.follow(event, self)
-        if type(event) is events.Put:
-            self._put(event, now=now, meta=meta, frame=frame, place=place)
-        elif type(event) is events.Issue:
-            self._issue(event, now=now)
-        else:
-            self._apply[type(event)](event)
+        match event:
+            case events.Issue():
+                self._issue(event, now=now)
+            case events.Put():
+                entry = self._given_back(event)
+                entry.meta, entry.frame = meta, frame
+                entry.place, entry.ready_at = place, now
+                self._move(entry, State.READY)
+            case events.Reject(_, _, reason):
+                self._move(self._given_back(event), State.REJECTED)
+                self.rejected[reason] += 1
+                self.rejected_now[reason] += 1
+            case events.Fail(_, _, reason):
+                entry = self._given_back(event)
+                self.totals["attempts_lost"] += 1
+                self.totals["overdue"] += reason == events.OVERDUE
+                if self._again(entry, State.FAILED) == State.FAILED:
+                    _count(self.failed, reason)
+                    _count(self.failed_now, reason)
+            case events.Expire():
+                self._again(self._without_result(event), State.EXPIRED)
+                self.totals["expirations"] += 1
+            case events.Drop():
+                self._move(self._without_result(event), State.WAITING)
+                self.totals["unreadable"] += 1
+            case events.Skip(group_id, number):
+                self._expect(event, group_id == self.next_group_id)
+                self.next_group_id += number
+                self.closed[State.SKIPPED] += number
+            case events.Forfeit(actor_id):
+                self.forfeited.add(actor_id)
+                self.totals["forfeited"] += len(self.held.get(actor_id, ()))
+            case events.Retire(problem):
+                self.retired.add(problem)
+            case events.Refuse(status):
+                self.totals[status] += 1
+            case events.TakeBatch():
+                self._take_batch(event)
+            case events.Done():
+                self._done(event)
+            case events.Live(version):
+                self._expect(event, self.live <= version <= self.steps)
+                self.live = version
+                for entry in list(self.slots[State.TRAINED].values()):
+                    if entry.step is not None and entry.step <= version:
+                        del self.slots[State.TRAINED][entry.group_id]
+                        self._finish(entry)
+            case events.Close():
+                self._close_run()
         self.changes += 1
         self.check()
 
@@ -234,7 +261,7 @@ class Ledger:
                 f"{self.counts()}; this is a bug, please report it"
             )
 
-    # ---- one method per event ----
+    # ---- the longer events ----
 
     def _issue(self, event: events.Issue, *, now: float) -> None:
         if event.group_id == self.next_group_id:
@@ -250,69 +277,7 @@ class Ledger:
             self._move(entry, State.IN_FLIGHT)
         entry.actor_id, entry.issued_at = event.actor_id, now
         self.held.setdefault(event.actor_id, {})[entry.group_id] = entry
-
-    def _skip(self, event: events.Skip) -> None:
-        self._expect(event, event.group_id == self.next_group_id)
-        self.next_group_id += event.number
-        self.closed[State.SKIPPED] += event.number
-
-    def _put(
-        self,
-        event: events.Put,
-        *,
-        now: float,
-        meta: GroupMeta | None,
-        frame: bytes | None,
-        place: FramePosition | None,
-    ) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
-        self._release(entry)
-        entry.meta = meta
-        entry.frame = frame
-        entry.place = place
-        entry.ready_at = now
-        self._move(entry, State.READY)
-
-    def _reject(self, event: events.Reject) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
-        self._release(entry)
-        self._move(entry, State.REJECTED)
-        self.rejected[event.reason] += 1
-        self.rejected_now[event.reason] += 1
-
-    def _fail(self, event: events.Fail) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
-        self._release(entry)
-        self.totals["attempts_lost"] += 1
-        self.totals["overdue"] += event.reason == events.OVERDUE
-        entry.failures += 1
-        self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.FAILED)
-        if entry.state == State.FAILED:
-            _count(self.failed, event.reason)
-            _count(self.failed_now, event.reason)
-
-    def _expire(self, event: events.Expire) -> None:
-        entry = self._entry(event, State.READY, group_id=event.group_id, attempt=event.attempt)
-        self.totals["expirations"] += 1
-        self._forget_result(entry)
-        entry.failures += 1
-        self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.EXPIRED)
-
-    def _drop(self, event: events.Drop) -> None:
-        entry = self._entry(event, State.READY, group_id=event.group_id, attempt=event.attempt)
-        self.totals["unreadable"] += 1
-        self._forget_result(entry)
-        self._move(entry, State.WAITING)
-
-    def _forfeit(self, event: events.Forfeit) -> None:
-        self.forfeited.add(event.actor_id)
-        self.totals["forfeited"] += len(self.held.get(event.actor_id, ()))
-
-    def _retire(self, event: events.Retire) -> None:
-        self.retired.add(event.problem)
-
-    def _refuse(self, event: events.Refuse) -> None:
-        self.totals[event.status] += 1
+        self._tell(entry)
 
     def _take_batch(self, event: events.TakeBatch) -> None:
         self._expect(event, self.training_step is None and event.step == self.steps + 1)
@@ -330,17 +295,10 @@ class Ledger:
         for entry in list(self.slots[State.TRAINING].values()):
             if entry.place is not None:
                 self.segment_steps[entry.place.segment] = event.step
-            self._forget_result(entry)
+            entry.meta = entry.frame = entry.place = None
             self._move(entry, State.TRAINED)
 
-    def _live(self, event: events.Live) -> None:
-        self._expect(event, self.live <= event.version <= self.steps)
-        self.live = event.version
-        for entry in list(self.slots[State.TRAINED].values()):
-            if entry.step is not None and entry.step <= event.version:
-                self._close(entry)
-
-    def _close_run(self, event: events.Close) -> None:
+    def _close_run(self) -> None:
         self.over = True
         for entry in list(self.slots[State.IN_FLIGHT].values()):
             self._release(entry)
@@ -359,6 +317,24 @@ class Ledger:
             raise self._impossible(event)
         return entry
 
+    def _given_back(self, event: events.Put | events.Reject | events.Fail) -> GroupEntry:
+        """Take the group that was in flight from its actor."""
+        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
+        self._release(entry)
+        return entry
+
+    def _without_result(self, event: events.Expire | events.Drop) -> GroupEntry:
+        """Take the result of the group that was ready."""
+        entry = self._entry(event, State.READY, group_id=event.group_id, attempt=event.attempt)
+        entry.meta = entry.frame = entry.place = None
+        return entry
+
+    def _again(self, entry: GroupEntry, last: State) -> State:
+        """Count a failure: the group waits, or comes to its `last` state after `max_attempts`."""
+        entry.failures += 1
+        self._move(entry, State.WAITING if entry.failures < self.max_attempts else last)
+        return entry.state
+
     def _expect(self, event: events.Event, possible: bool) -> None:
         if not possible:
             raise self._impossible(event)
@@ -376,11 +352,11 @@ class Ledger:
             self.slots[to][entry.group_id] = entry
         else:
             self._finish(entry)
+        self._tell(entry)
 
-    def _close(self, entry: GroupEntry) -> None:
-        """Free the slot of a trained group."""
-        del self.slots[entry.state][entry.group_id]
-        self._finish(entry)
+    def _tell(self, entry: GroupEntry) -> None:
+        if self.watch is not None:
+            self.watch(entry)
 
     def _finish(self, entry: GroupEntry) -> None:
         del self.entries[entry.group_id]
@@ -396,43 +372,20 @@ class Ledger:
             del self.held[entry.actor_id]
         entry.actor_id = ""
 
-    @staticmethod
-    def _forget_result(entry: GroupEntry) -> None:
-        entry.meta = entry.frame = entry.place = None
-
     # ---- as plain values ----
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values for `from_snapshot`; results are named by their position in the journal."""
-        groups = [
-            [
-                entry.group_id,
-                entry.attempt,
-                entry.policy_version,
-                entry.state.value,
-                entry.actor_id,
-                entry.step,
-                entry.place,
-                entry.failures,
-            ]
-            for entry in self.remembered()
-        ]
+        groups = [[getattr(entry, name) for name in _IN_SNAPSHOT] for entry in self.remembered()]
         counters = {
             name: {str(key): count for key, count in getattr(self, name).items()}
             for name in _COUNTERS
         }
         return {
             "first_group_id": self.first_group_id,
-            "next_group_id": self.next_group_id,
-            "steps": self.steps,
-            "live": self.live,
-            "training_step": self.training_step,
-            "over": self.over,
             "max_attempts": self.max_attempts,
-            "failed_before": self.failed_before,
-            "run_epoch": self.run_epoch,
-            "epoch_step": self.epoch_step,
             "groups": groups,
+            **{name: getattr(self, name) for name in _PLAIN},
             **counters,
             "tokens": self.tokens.snapshot(),
             "retired": sorted(self.retired),
@@ -450,15 +403,7 @@ class Ledger:
             steps=snapshot["steps"],
             max_attempts=snapshot["max_attempts"],
         )
-        for name in (
-            "next_group_id",
-            "live",
-            "training_step",
-            "over",
-            "failed_before",
-            "run_epoch",
-            "epoch_step",
-        ):
+        for name in _PLAIN:
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
             getattr(ledger, name).update(snapshot[name])
@@ -478,18 +423,12 @@ class Ledger:
 
 
 def _entries(rows: Iterable[list[Any]]) -> Iterable[GroupEntry]:
-    for group_id, attempt, version, state, actor_id, step, place, failures in rows:
-        known = None if place is None else FramePosition(*place)
-        yield GroupEntry(
-            group_id,
-            attempt,
-            version,
-            State(state),
-            actor_id,
-            step=step,
-            place=known,
-            failures=failures,
-        )
+    for row in rows:
+        entry = GroupEntry(**dict(zip(_IN_SNAPSHOT, row, strict=True)))
+        entry.state = State(entry.state)
+        if entry.place is not None:
+            entry.place = FramePosition(*entry.place)
+        yield entry
 
 
 def _count(reasons: Counter[str], reason: str) -> None:
@@ -499,4 +438,12 @@ def _count(reasons: Counter[str], reason: str) -> None:
     reasons[reason] += 1
 
 
+_IN_SNAPSHOT = (
+    *("group_id", "attempt", "policy_version", "state", "actor_id", "step", "place", "failures"),
+)
+"""Of an entry, in this order."""
+_PLAIN = (
+    *("next_group_id", "steps", "live", "training_step", "over"),
+    *("failed_before", "run_epoch", "epoch_step"),
+)
 _COUNTERS = ("closed", "totals", "rejected", "failed", "rejected_now", "failed_now")

@@ -63,10 +63,6 @@ class Order:
         return {one.group_id for one in candidates}
 
 
-class Ready(Order):
-    """As groups are completed."""
-
-
 class Oldest(Order):
     """By age of the ticket, then by id."""
 
@@ -124,7 +120,7 @@ def _ids(others: Others) -> list[int]:
     return [*others.waiting, *(one.group_id for one in others.due)]
 
 
-ORDERS: dict[str, type[Order]] = {"oldest": Oldest, "fifo": Fifo, "ready": Ready}
+ORDERS: dict[str, type[Order]] = {"oldest": Oldest, "fifo": Fifo, "ready": Order}
 
 
 def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:

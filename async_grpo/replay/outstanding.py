@@ -58,22 +58,16 @@ class OutstandingLimit:
     def departs(self, left: int) -> None:
         """Set the limit anew when a batch leaves. left: ready groups that stay behind."""
         self._left.append(left)
+        spare = self.standing - self._size // 2
         if self._starved:
             self._left.clear()
-            self._rise()
+            if self._refused and not self._fixed:
+                more = max(self._size // 4, 1) << max(self._in_a_row - 1, 0)
+                self.groups = min(self.groups + more, self._most)
+                self._in_a_row += 1
         else:
-            self._fall()
+            self._in_a_row = 0
+            if spare > 0 and not self._fixed:
+                self.groups = max(self.groups - (spare + 1) // 2, self._least)
+                self._left.clear()
         self._starved = self._refused = False
-
-    def _rise(self) -> None:
-        if self._refused and not self._fixed:
-            more = max(self._size // 4, 1) << max(self._in_a_row - 1, 0)
-            self.groups = min(self.groups + more, self._most)
-            self._in_a_row += 1
-
-    def _fall(self) -> None:
-        self._in_a_row = 0
-        spare = self.standing - self._size // 2
-        if spare > 0 and not self._fixed:
-            self.groups = max(self.groups - (spare + 1) // 2, self._least)
-            self._left.clear()

@@ -18,10 +18,10 @@ that continue have a slot and a step left for them, and go first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.order import Due, Others
 from async_grpo.replay.rules import QueueSettings
 
@@ -35,20 +35,6 @@ class PartialStart(NamedTuple):
     newest: int
     responses: int
     tokens: int
-
-
-class PartialGroups:
-    """The groups that go on, as tickets see them."""
-
-    def __init__(self, beginnings: Sequence[PartialStart] = ()) -> None:
-        self._known: Mapping[int, PartialStart] = {one.group_id: one for one in beginnings}
-
-    def version(self, entry: GroupEntry) -> int | None:
-        """Return the version under which a waiting group goes on; None if it is issued from
-        scratch.
-        """
-        known = self._known.get(entry.group_id)
-        return known.version if known is not None and entry.attempt == known.attempt - 1 else None
 
 
 def choose(

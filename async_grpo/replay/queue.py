@@ -45,15 +45,14 @@ import numpy as np
 from async_grpo.algo.catalog import import_plugins
 from async_grpo.replay import events
 from async_grpo.replay.actor_reports import ActorReport, ActorReports
-from async_grpo.replay.admission import Admission, Retirement
+from async_grpo.replay.admission import Admission, Retirement, check_signal
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.limits import check_signal
 from async_grpo.replay.metrics import QueueWaits, batch_metrics
 from async_grpo.replay.order import BatchPicker
 from async_grpo.replay.outstanding import OutstandingLimit
-from async_grpo.replay.partial import PartialGroups
+from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
 from async_grpo.replay.token_ledger import masked_tokens, token_counts
 from async_grpo.wire.codec import (
@@ -105,9 +104,11 @@ class ReplayQueue:
         journal: Writer | None = None,
         facts: dict[str, Any] | None = None,
         report: object = None,
-        continued: PartialGroups | None = None,
+        continued: Sequence[PartialStart] = (),
     ) -> None:
-        """ledger: where to go on. facts: beside it in snapshots. report: what was taken over."""
+        """ledger: where to go on. facts: beside it in snapshots. report: what was taken over.
+        continued: groups that go on where a checkpoint left them.
+        """
         import_plugins(settings.plugins)
         self.settings, self.report = settings, report
         self.rolls_to: int | None = None
@@ -125,7 +126,7 @@ class ReplayQueue:
             settings,
             self._ledger,
             self._retirement,
-            continued or PartialGroups(),
+            {one.group_id: one for one in continued},
             self._outstanding,
         )
         self._pressure, self._reports = QueueWaits(), ActorReports()

@@ -48,7 +48,7 @@ from async_grpo.replay.journal import (
 )
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
 from async_grpo.replay.order import Due, Others
-from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
+from async_grpo.replay.partial import PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import WireError
@@ -328,21 +328,19 @@ class JournalSettings:
         """Read the settings from the run's configuration and data."""
         from async_grpo.config.resume import training_digest  # in the driver only
 
-        checkpoint = config.checkpoint
-        asked = cls(
+        checkpoint, asked = config.checkpoint, cls.reason
+        named = checkpoint.resume not in ("auto", "never")
+        return cls(
             directory=str(Path(config.run.dir) / "journal"),
             start=start,
             identity=_identity(config, fingerprint),
             training=training_digest(config),
-            lost_steps=checkpoint.on_lost_steps,
+            reason="checkpoint.resume names the checkpoint to go on from" if named else asked,
+            lost_steps="discard" if named else checkpoint.on_lost_steps,
             fsync=config.replay.journal.fsync,
             fresh=checkpoint.resume == "never",
             reached=last_logged_step(Path(config.run.dir)),
         )
-        if checkpoint.resume in ("auto", "never"):
-            return asked
-        why = "checkpoint.resume names the checkpoint to go on from"
-        return replace(asked, lost_steps="discard", reason=why)
 
 
 def _identity(config: Config, fingerprint: str) -> str:
@@ -552,7 +550,7 @@ class _Opening:
             journal=writer,
             facts=facts,
             clock=self.clock,
-            continued=PartialGroups(continued),
+            continued=continued,
         )
         queue.begin_segment()
         return queue

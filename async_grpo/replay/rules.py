@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
@@ -147,17 +147,13 @@ class QueueSettings:
         return self.total_steps * self.rollout_batch_size
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Answer to one frame of a `put`; ids are -1 where the frame does not tell them."""
 
     group_id: int
     attempt: int
     status: Literal["accepted", "rejected", "duplicate", "late", "abandoned", "invalid"]
     reason: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Verdict, (self.group_id, self.attempt, self.status, self.reason)
 
 
 def fair_share(

@@ -25,20 +25,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.replay import events
 from async_grpo.replay.actor_reports import TokenTotals
-from async_grpo.replay.events import (
-    Done,
-    Drop,
-    Event,
-    Expire,
-    Fail,
-    Put,
-    Refuse,
-    Reject,
-    Sampled,
-    TakeBatch,
-    Waste,
-)
 from async_grpo.wire.codec import GroupMeta
 
 if TYPE_CHECKING:
@@ -98,41 +86,42 @@ class Tokens:
         """Tokens without weight of the batch in training."""
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
 
-    def follow(self, event: Event, ledger: Ledger) -> None:
+    def follow(self, event: events.Event, ledger: Ledger) -> None:
         """Count an event, before `ledger` applies it."""
         match event:
-            case Put() | Reject():
+            case events.Put() | events.Reject():
                 self._arrives(event, ledger)
-            case Fail(group_id, attempt, _, tokens) if tokens is not None:
+            case events.Fail(group_id, attempt, _, tokens) if tokens is not None:
                 if (entry := ledger.entries.get(group_id)) is not None:  # else the ledger objects
                     last = entry.failures + 1 >= ledger.max_attempts
                     place = "failed" if last else "regenerated"
                     self._discarded(place, group_id, attempt, entry.actor_id, tokens)
-            case Waste(group_id, attempt, actor_id, tokens):
+            case events.Waste(group_id, attempt, actor_id, tokens):
                 self._discarded("regenerated", group_id, attempt, actor_id, tokens)
-            case Refuse(status, group_id, attempt, actor_id, _, tokens) if status != "duplicate":
-                self._discarded("refused", group_id, attempt, actor_id, tokens)
-            case Expire(group_id) | Drop(group_id):
-                place = "expired" if isinstance(event, Expire) else "lost"
+            case events.Refuse(status, group_id, attempt, actor_id, _, tokens):
+                if status != "duplicate":
+                    self._discarded("refused", group_id, attempt, actor_id, tokens)
+            case events.Expire(group_id) | events.Drop(group_id):
+                place = "expired" if isinstance(event, events.Expire) else "lost"
                 self.totals[place] += self.results.pop(group_id, 0)
-            case TakeBatch(_, _, masked):
+            case events.TakeBatch(_, _, masked):
                 self.masked = masked
-            case Done():
+            case events.Done():
                 trained, masked = self.in_training(ledger.training)
                 self.totals.update(trained=trained, masked=masked)
                 self.masked = 0
                 for group_id in ledger.training:
                     self.results.pop(group_id, None)
-            case Sampled(totals):
+            case events.Sampled(totals):
                 self.told |= {actor_id: TokenTotals(*numbers) for actor_id, *numbers in totals}
 
-    def _arrives(self, event: Put | Reject, ledger: Ledger) -> None:
+    def _arrives(self, event: events.Put | events.Reject, ledger: Ledger) -> None:
         entry = ledger.entries.get(event.group_id)
         if entry is None or not self._first_time(event.group_id, event.attempt):
             return
         self.arrived[entry.actor_id] += event.tokens + event.baseline
         self.totals["baseline"] += event.baseline
-        if isinstance(event, Put):
+        if isinstance(event, events.Put):
             self.results[event.group_id] = event.tokens
         else:
             self.totals["rejected"] += event.tokens

@@ -23,7 +23,7 @@ from async_grpo.algo.rewards import Shaping
 from async_grpo.errors import NoSignal, SetupError, StalenessError
 from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
-from async_grpo.replay.limits import MAX_FAILED_GROUPS
+from async_grpo.replay.admission import MAX_FAILED_GROUPS
 from async_grpo.replay.metrics import batch_metrics
 from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue

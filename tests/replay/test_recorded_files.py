@@ -22,7 +22,8 @@ from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.partial import PartialFile
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.wire.groups import GroupTicket
-from tests.support.journal_life import Clock, journal_in, problem_of_id, queue_settings
+from tests.support.journal_life import journal_in, problem_of_id, queue_settings
+from tests.support.queues import Clock
 
 BEFORE = Path(__file__).resolve().parents[1] / "data" / "before"
 

@@ -4,7 +4,6 @@ reason and another run epoch.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -24,35 +23,30 @@ from tests.support.journal_life import RULES, Life, journal_in, queue_settings
 
 @pytest.mark.parametrize("runs", [5, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("order", "on_stale"), RULES)
-def test_lost_steps_are_served_again_and_nothing_else_changes(
+async def test_lost_steps_are_served_again_and_nothing_else_changes(
     tmp_path: Path, order: str, on_stale: str, runs: int
 ) -> None:
     happened = Counter()
 
-    async def lives() -> None:
-        for seed in range(runs):
-            life = Life(tmp_path / str(seed), 3000 + seed, order=order, on_stale=on_stale)
-            rolled_to = None
-            for _ in range(200):
-                await life.call()
-                chance, newest = life.random.random(), life.queue._ledger.newest_version
-                if chance < 0.02:
-                    await life.die()
-                elif (
-                    chance < 0.04 and life.checkpoints
-                ):  # the gang restarts: the queue stays, its learner goes back
-                    await life.repeat(life.random.choice(life.checkpoints).step)
-                    happened["gang"] += 1
-                elif (
-                    chance < 0.09 and (life.checkpoints or not life.batches) and newest != rolled_to
-                ):
-                    checkpoint = life.random.choice(life.checkpoints) if life.checkpoints else None
-                    if newest > (checkpoint.step if checkpoint else 0):
-                        happened["rolled"] += await life.roll_forward(checkpoint)
-                        rolled_to = newest
-            await life.finish()
-
-    asyncio.run(lives())
+    for seed in range(runs):
+        life = Life(tmp_path / str(seed), 3000 + seed, order=order, on_stale=on_stale)
+        rolled_to = None
+        for _ in range(200):
+            await life.call()
+            chance, newest = life.random.random(), life.queue._ledger.newest_version
+            if chance < 0.02:
+                await life.die()
+            elif (
+                chance < 0.04 and life.checkpoints
+            ):  # the gang restarts: the queue stays, its learner goes back
+                await life.repeat(life.random.choice(life.checkpoints).step)
+                happened["gang"] += 1
+            elif chance < 0.09 and (life.checkpoints or not life.batches) and newest != rolled_to:
+                checkpoint = life.random.choice(life.checkpoints) if life.checkpoints else None
+                if newest > (checkpoint.step if checkpoint else 0):
+                    happened["rolled"] += await life.roll_forward(checkpoint)
+                    rolled_to = newest
+        await life.finish()
     assert happened["rolled"] > 4 * runs and happened["gang"] > 2 * runs, happened
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from async_grpo.algo.filters import FilterRule
-from async_grpo.algo.rewards import Shaping
 from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import GroupTicket, decode_meta, unpack_frames
+from tests.support import queues
 from tests.support.frames import frame_of
+from tests.support.queues import Clock
 
 RULES = [
     ("oldest", "wait"),
@@ -31,31 +31,13 @@ RULES = [
 PROBLEMS = 40
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def problem_of_id(group_id: int) -> int:
     return group_id % PROBLEMS
 
 
 def queue_settings(**changes: object) -> QueueSettings:
-    base = QueueSettings(
-        rollout_batch_size=2,
-        max_staleness=1,
-        total_steps=12,
-        group_size=2,
-        max_attempts=3,
-        max_num_gen_batches=0,
-        shaping=Shaping({"correct": 1.0}, 64),
-        filter=FilterRule(),
-    )
-    settings = replace(base, **changes)
-    return replace(settings, outstanding=settings.capacity)
+    """A run of a few more steps and attempts than those of `tests.support.queues`."""
+    return queues.queue_settings(**{"total_steps": 12, "max_attempts": 3} | changes)
 
 
 def journal_in(directory: Path | str, start: str = "first", **changes: object) -> JournalSettings:
