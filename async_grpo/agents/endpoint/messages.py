@@ -159,7 +159,7 @@ def parse(
     label = found.get("model")
     if not isinstance(label, str) or not 0 < len(label) <= _LONGEST_LABEL:
         raise RequestError(400, f"`model` must be a name of at most {_LONGEST_LABEL} characters")
-    messages = tuple(_message(one, at) for at, one in enumerate(listed(found, "messages")))
+    messages = tuple(one_form(one, at) for at, one in enumerate(listed(found, "messages")))
     if not messages:
         raise RequestError(400, "`messages` is empty")
     if messages[-1]["role"] == "assistant":
@@ -189,25 +189,15 @@ def hasher(begin: bytes = b"") -> blake2b:
 
 def chain(messages: Sequence[Message], tools: Sequence[Message], label: str) -> list[bytes]:
     """Digest label and tools, and after that message by message: equal beginnings are equal."""
-    digests = [_digest(b"", [label, list(tools)])]
+    digests = [after(b"", [label, list(tools)])]
     for message in messages:
         digests.append(after(digests[-1], message))
     return digests
 
 
-def after(before: bytes, message: Message) -> bytes:
+def after(before: bytes, message: Any) -> bytes:
     """Digest one more message."""
-    return _digest(before, message)
-
-
-def said(message: Message) -> Message:
-    """Bring a turn of ours into the form in which it comes back."""
-    return _message(message, 0)
-
-
-def _digest(before: bytes, value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True).encode()
-    return hasher(before + text).digest()
+    return hasher(before + json.dumps(message, sort_keys=True).encode()).digest()
 
 
 def listed(found: Mapping[str, Any], name: str, most: int = MOST_ENTRIES) -> list[Any]:
@@ -244,12 +234,17 @@ def _tools(found: Mapping[str, Any]) -> list[Message]:
     return tools
 
 
-def _message(found: Any, at: int) -> Message:
-    """Bring a message into the one form. `developer` is `system`."""
+def one_form(found: Any, at: int = 0) -> Message:
+    """Bring a message, or a turn of ours, into the form in which it is compared. `developer` is
+    `system`. Raises RequestError.
+    """
     if not isinstance(found, dict) or found.get("role") not in ROLES:
         raise RequestError(400, f"message {at}: `role` must be one of {', '.join(ROLES)}")
     role = "system" if found["role"] == "developer" else found["role"]
-    message: Message = {"role": role, "content": _text(found.get("content"), at)}
+    message: Message = {
+        "role": role,
+        "content": text_of(found.get("content"), where=f"message {at}: "),
+    }
     if role == "assistant":
         reasoning = found.get("reasoning_content") or found.get("reasoning")
         if reasoning:
@@ -265,14 +260,16 @@ def _message(found: Any, at: int) -> Message:
     return message
 
 
-def _text(content: Any, at: int) -> str:
+def text_of(content: Any, kinds: Sequence[str] = ("text",), *, where: str = "") -> str:
+    """Join text, or parts of text of these kinds. where: in what. Raises RequestError."""
     if content is None or isinstance(content, str):
-        return _string(content or "", f"message {at}: `content`")
+        return _string(content or "", f"{where}`content`")
     parts = []
     for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RequestError(400, f"message {at}: `content` must be text, or parts of text")
-        parts.append(_string(part.get("text"), f"message {at}: a part of `content`"))
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            listed_kinds = " or ".join(kinds)
+            raise RequestError(400, f"{where}content must be text, or parts of type {listed_kinds}")
+        parts.append(_string(part.get("text"), f"{where}a part of `content`"))
     return "".join(parts)
 
 

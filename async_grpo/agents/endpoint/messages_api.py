@@ -10,25 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from async_grpo.agents.endpoint.dialects import (
-    Body,
-    Dialect,
-    call,
-    event,
-    extra,
-    function,
-    passed,
+from async_grpo.agents.endpoint.dialects import Body, Dialect, call, event, extra, function, passed
+from async_grpo.agents.endpoint.messages import (
+    MOST_TOOLS,
+    ChatRequest,
+    RequestError,
+    listed,
     text_of,
 )
-from async_grpo.agents.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
 
-_SAME = {
-    "model": "model",
-    "max_tokens": "max_tokens",
-    "stream": "stream",
-    "stop_sequences": "stop",
-    "return_token_ids": "return_token_ids",
-}
+_SAME = ("model", "max_tokens", "stream", "return_token_ids")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -48,7 +39,7 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
         messages += _messages(one)
     choice = found.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    return passed(found, _SAME) | {
+    return passed(found, *_SAME, stop_sequences="stop") | {
         "messages": messages,
         "tools": [_tool(tool) for tool in listed(found, "tools", MOST_TOOLS)],
         "tool_choice": kind,
@@ -142,17 +133,17 @@ def _events(request: ChatRequest, completion: Body) -> Iterator[bytes]:
     whole = _whole(completion)
     usage = whole["usage"]
     head = whole | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
-    yield event("message_start", {"message": head})
+    yield event({"message": head}, "message_start")
     for index, block in enumerate(whole["content"]):
         empty, delta = _parts(block)
         at = {"index": index}
-        yield event("content_block_start", at | {"content_block": empty})
-        yield event("content_block_delta", at | {"delta": delta})
-        yield event("content_block_stop", at)
+        yield event(at | {"content_block": empty}, "content_block_start")
+        yield event(at | {"delta": delta}, "content_block_delta")
+        yield event(at, "content_block_stop")
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     last = {"delta": end, "usage": {"output_tokens": usage["output_tokens"]}}
-    yield event("message_delta", last)
-    yield event("message_stop", {})
+    yield event(last, "message_delta")
+    yield event({}, "message_stop")
 
 
 def _parts(block: Body) -> tuple[Body, Body]:

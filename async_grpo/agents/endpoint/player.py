@@ -214,7 +214,6 @@ class ServedPlayer:
 
 
 def _unasked(served: ServedEpisode) -> str:
-    """Say why nothing was sampled."""
     if served.refusal:
         return f"all requests of the episode were refused: {served.refusal}"
     return "the episode ended without asking the policy"

@@ -10,25 +10,16 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from async_grpo.agents.endpoint.dialects import (
-    Body,
-    Dialect,
-    call,
-    event,
-    extra,
-    function,
-    passed,
+from async_grpo.agents.endpoint.dialects import Body, Dialect, call, event, extra, function, passed
+from async_grpo.agents.endpoint.messages import (
+    MOST_TOOLS,
+    ChatRequest,
+    RequestError,
+    listed,
     text_of,
 )
-from async_grpo.agents.endpoint.messages import MOST_TOOLS, ChatRequest, RequestError, listed
 
-_SAME = {
-    "model": "model",
-    "max_output_tokens": "max_tokens",
-    "stream": "stream",
-    "tool_choice": "tool_choice",
-    "return_token_ids": "return_token_ids",
-}
+_SAME = ("model", "stream", "tool_choice", "return_token_ids")
 _TEXT = ("input_text", "output_text", "text")
 
 
@@ -47,9 +38,9 @@ def _asked(found: Body, before: Sequence[Body]) -> Body:
     text = text if isinstance(text, dict) else {"format": text}
     reasoning = reasoning if isinstance(reasoning, dict) else {}
     return (
-        passed(found, _SAME)
-        | passed(text, {"format": "response_format"})
-        | passed(reasoning, {"effort": "reasoning_effort"})
+        passed(found, *_SAME, max_output_tokens="max_tokens")
+        | passed(text, format="response_format")
+        | passed(reasoning, effort="reasoning_effort")
         | {
             "messages": messages,
             "tools": [_tool(tool) for tool in listed(found, "tools", MOST_TOOLS)],
@@ -89,7 +80,6 @@ def _add(messages: list[Body], item: Any) -> None:
 
 
 def _turn(messages: list[Body]) -> Body:
-    """Return the assistant's message to which a call belongs."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -159,7 +149,7 @@ def _events(request: ChatRequest, completion: Body) -> Iterator[bytes]:
     whole, numbers = _whole(completion), count()
 
     def write(kind: str, /, **value: Any) -> bytes:
-        return event(f"response.{kind}", {"sequence_number": next(numbers)} | value)
+        return event({"sequence_number": next(numbers)} | value, f"response.{kind}")
 
     head = whole | {"status": "in_progress", "output": [], "usage": None}
     yield write("created", response=head)
@@ -183,7 +173,6 @@ def _events(request: ChatRequest, completion: Body) -> Iterator[bytes]:
 
 
 def _empty(item: Body) -> Body:
-    """Return the beginning of an item."""
     if item["type"] == "function_call":
         return item | {"arguments": "", "status": "in_progress"}
     return item | {"content": []}

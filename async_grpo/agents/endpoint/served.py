@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.agents.endpoint.forks import KnownConversation, why
-from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, after, said
+from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, after, one_form
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.rollout.chat_format import ChatFormat, Message, Said
@@ -57,10 +57,6 @@ class ServedTurn:
     label: str = ""
     parent: int | None = None
     read: bool = False
-
-    def note_read(self) -> None:
-        """Note that a client has it."""
-        self.read = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,15 +332,12 @@ class ServedEpisode:
         self.turns.append(turn)
         whole = (*request.messages, message)
         self._known.append(KnownConversation(request.label, request.tools, whole))
-        self._note_answered(request.label, begun.number)
-        return Reply(message, done, before, turn)
-
-    def _note_answered(self, label: str, number: int) -> None:
-        """Note a turn: what was refused before it began was not the last word."""
-        if self._refused.get(label, ("", number))[1] < number:
-            del self._refused[label]
-        if self._last_refused[1] < number:
+        # what was refused before it began was not the last word
+        if self._refused.get(request.label, ("", begun.number))[1] < begun.number:
+            del self._refused[request.label]
+        if self._last_refused[1] < begun.number:
             self._last_refused = "", 0
+        return Reply(message, done, before, turn)
 
     def _refuse(self, label: str, reason: str, place: _Place) -> RequestError:
         """Note a request for which there is no room, and say so."""
@@ -418,11 +411,11 @@ def _understood(
     """
     try:
         found = chat.read(before, ids, text)
-        return found, said(_replied(found, number))
+        return found, one_form(_replied(found, number))
     except Exception as error:  # noqa: BLE001 - of a parser, for something that the policy said
         plain = text.encode(errors="replace").decode()
         found = Said(plain, unreadable=f"the turn cannot be read: {error}"[:200])
-        return found, said(_replied(found, number))
+        return found, one_form(_replied(found, number))
 
 
 def _replied(found: Said, number: int) -> Message:

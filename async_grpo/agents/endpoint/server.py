@@ -36,7 +36,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from async_grpo.agents.endpoint import replies
+from async_grpo.agents.endpoint import dialects
 from async_grpo.agents.endpoint.dialects import CHAT, Dialect
 from async_grpo.agents.endpoint.messages import ChatRequest, RequestError, hasher, parse, read
 from async_grpo.agents.endpoint.messages_api import MESSAGES
@@ -141,13 +141,17 @@ class Endpoint:
         return self._refused(RequestError(error.status_code, said, code="not_found"))
 
     def _guarded(self, answer: _Handler, dialect: Dialect = CHAT) -> _Handler:
-        """Answer what nobody has foreseen with 500. Only the error's type is logged: its text and
-        its traceback may say what was asked.
+        """Answer refusals, clients that have gone, and what nobody has foreseen with 500. Only the
+        error's type is logged: its text and its traceback may say what was asked.
         """
 
         async def guarded(request: Request) -> Response:
             try:
                 return await answer(request)
+            except RequestError as error:
+                return self._refused(error, dialect)
+            except (ClientDisconnect, asyncio.CancelledError):
+                return Response(status_code=499)
             except Exception as error:  # noqa: BLE001 - counted, and told to the client
                 kind = type(error).__name__
                 _log.error("the endpoint answered a request with 500: %s", kind)
@@ -174,33 +178,26 @@ class Endpoint:
             await episode.close()
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._admitted(request)
-        except RequestError as error:
-            return self._refused(error)
+        self._admitted(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "async_grpo"}
         return _json({"object": "list", "data": [model]})
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        found: _Open | None = None
         try:
             found = self._admitted(request)
             async with self._counted(found, request, again):
                 asked, wanted = await self._wanted(dialect, request, found, again)
                 reply = await self._while_connected(request, found.episode.answer(wanted))
-        except RequestError as error:
-            return self._refused(error, dialect)
         except (ClientDisconnect, asyncio.CancelledError):
             self._counts["requests_left"] += 1
-            return Response(status_code=499)
+            raise
         except (EngineError, EnvironmentFailed) as error:  # nothing of the episode is scored
-            refused = RequestError(503, f"the engine failed: {error}", code="engine")
-            return self._refused(refused, dialect)
+            raise RequestError(503, f"the engine failed: {error}", code="engine") from error
         finally:
             if self._work is not None:
                 self._work.heard(_key(request))
-        done = replies.completion(wanted, reply, str(reply.turn.number), self._words)
+        done = dialects.completion(wanted, reply, str(reply.turn.number), self._words)
         whole = dialect.whole(done)
         if dialect is RESPONSES:
             found.said[whole["id"]] = [*asked["messages"], done["choices"][0]["message"]]
@@ -226,36 +223,22 @@ class Endpoint:
         return asked, wanted
 
     async def _lease(self, request: Request) -> Response:
-        """Give an episode to a worker, or 204 where there is none in time."""
         assert self._work is not None
-        try:
-            if not secrets.compare_digest(_key(request).encode(), self._work.key.encode()):
-                raise RequestError(401, "this is not the key of workers", code="key")
-            wait_s = _seconds(await self._body(request))
-            found = await self._while_connected(request, self._work.lease(wait_s))
-        except RequestError as error:
-            return self._refused(error)
-        except (ClientDisconnect, asyncio.CancelledError):
-            return Response(status_code=499)
+        if not secrets.compare_digest(_key(request).encode(), self._work.key.encode()):
+            raise RequestError(401, "this is not the key of workers", code="key")
+        wait_s = _seconds(await self._body(request))
+        found = await self._while_connected(request, self._work.lease(wait_s))
         return Response(status_code=204) if found is None else _json(found)
 
     async def _heartbeat(self, request: Request) -> Response:
         assert self._work is not None
-        try:
-            self._work.beat(_key(request))
-        except RequestError as error:
-            return self._refused(error)
+        self._work.beat(_key(request))
         return _json({})
 
     async def _result(self, request: Request) -> Response:
         assert self._work is not None
-        try:
-            self._work.beat(_key(request))  # before its body is read
-            self._work.finish(_key(request), await self._body(request))
-        except RequestError as error:
-            return self._refused(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        self._work.beat(_key(request))  # before its body is read
+        self._work.finish(_key(request), await self._body(request))
         return _json({})
 
     def _admitted(self, request: Request) -> _Open:
@@ -360,7 +343,7 @@ def _asked(
 
 
 async def _has(turn: ServedTurn) -> None:
-    turn.note_read()  # at once: a plain function would wait for a thread, and its client has it
+    turn.read = True  # at once: a plain function would wait for a thread, and its client has it
 
 
 def _json(

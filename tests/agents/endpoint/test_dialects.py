@@ -4,11 +4,11 @@ told to: the same turns, the same rows.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -47,29 +47,23 @@ class Asking:
         return await self.anthropic.messages.create(messages=messages, **(known | more))
 
 
-def run(
-    scenario: Callable[[Asking], Awaitable[None]],
-    *turns: str,
-    reasons: bool = False,
-    sampling: str = "ignore",
-    **limits: int,
-) -> None:
-    async def whole() -> None:
-        settings = EndpointConfig(sampling=sampling)  # type: ignore[arg-type]
-        endpoint = Endpoint(settings, words=Letters().decode, counts=Counter())
-        await endpoint.start()
-        episode = served(Policy(*turns), reasons=reasons, **limits)
-        try:
-            async with endpoint.serving(episode) as key:
-                await scenario(Asking(episode, endpoint, key))
-        finally:
-            await endpoint.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 30))
+@asynccontextmanager
+async def asking(
+    *turns: str, reasons: bool = False, sampling: str = "ignore", **limits: int
+) -> AsyncIterator[Asking]:
+    settings = EndpointConfig(sampling=sampling)  # type: ignore[arg-type]
+    endpoint = Endpoint(settings, words=Letters().decode, counts=Counter())
+    await endpoint.start()
+    episode = served(Policy(*turns), reasons=reasons, **limits)
+    try:
+        async with endpoint.serving(episode) as key:
+            yield Asking(episode, endpoint, key)
+    finally:
+        await endpoint.close()
 
 
-def test_messages_go_on_in_one_row() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_messages_go_on_in_one_row() -> None:
+    async with asking("one", "two", "three") as ask:
         messages: list[Any] = [{"role": "user", "content": "a?"}]
         for number, said in enumerate(("one", "two", "three")):
             reply = await ask.message(messages, system="be good", extra_body={"temperature": 0.3})
@@ -82,11 +76,9 @@ def test_messages_go_on_in_one_row() -> None:
         assert ask.segments == [[(0, 4), (2, 4), (2, 6)]]
         assert bytes(ask.episode.episode.session.row(0).prompt) == b"be gooda?"
 
-    run(scenario, "one", "two", "three")
 
-
-def test_thoughts_and_tools_of_messages_come_back_as_they_were() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_thoughts_and_tools_of_messages_come_back_as_they_were() -> None:
+    async with asking("<why>said"[:8], "!look", "end", reasons=True) as ask:
         messages: list[Any] = [{"role": "user", "content": "a?"}]
         thought = await ask.message(messages, tools=[LOOK])
         assert [block.type for block in thought.content] == ["thinking", "text"]
@@ -102,11 +94,9 @@ def test_thoughts_and_tools_of_messages_come_back_as_they_were() -> None:
         assert (await ask.message(messages, tools=[LOOK])).content[0].text == "end"
         assert ask.segments == [[(0, 9), (2, 6), (1, 4)]]
 
-    run(scenario, "<why>said"[:8], "!look", "end", reasons=True)
 
-
-def test_messages_are_streamed() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_messages_are_streamed() -> None:
+    async with asking("one", "!look", reasons=True) as ask:
         asked: list[Any] = [{"role": "user", "content": "a?"}]
         async with ask.anthropic.messages.stream(
             model="m", max_tokens=9, messages=asked, tools=[LOOK]
@@ -125,11 +115,9 @@ def test_messages_are_streamed() -> None:
         assert called.content[0].input == {"b": 1, "a": 2} and called.stop_reason == "tool_use"
         assert ask.segments == [[(0, 4), (2, 6)]]
 
-    run(scenario, "one", "!look", reasons=True)
 
-
-def test_messages_that_cannot_be_answered_are_errors_of_the_client() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_messages_that_cannot_be_answered_are_errors_of_the_client() -> None:
+    async with asking("one", sampling="refuse", max_turns=1) as ask:
         asked: list[Any] = [{"role": "user", "content": "a?"}]
         with pytest.raises(BadRequestError, match="stop"):
             await ask.message(asked, stop_sequences=["x"])
@@ -146,12 +134,10 @@ def test_messages_that_cannot_be_answered_are_errors_of_the_client() -> None:
         with pytest.raises(AuthenticationError, match="belongs to no episode"):
             await other.messages.create(model="m", max_tokens=9, messages=asked)
 
-    run(scenario, "one", sampling="refuse", max_turns=1)
-
 
 @pytest.mark.parametrize("by_id", [True, False])
-def test_responses_go_on_in_one_row(by_id: bool) -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_responses_go_on_in_one_row(by_id: bool) -> None:
+    async with asking("one", "two", "three") as ask:
         items: list[Any] = [{"role": "user", "content": "a?"}]
         previous = None
         for number, said in enumerate(("one", "two", "three")):
@@ -165,11 +151,9 @@ def test_responses_go_on_in_one_row(by_id: bool) -> None:
             items = [new] if by_id else [*items, *reply.output, new]
         assert ask.segments == [[(0, 4), (2, 4), (2, 6)]]
 
-    run(scenario, "one", "two", "three")
 
-
-def test_thoughts_and_calls_of_responses_come_back_as_they_were() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_thoughts_and_calls_of_responses_come_back_as_they_were() -> None:
+    async with asking("<why>said"[:8], "!look", "end", reasons=True) as ask:
         items: list[Any] = [{"role": "user", "content": "a?"}]
         thought = await ask.openai.responses.create(model="m", input=items, tools=[FUNCTION])
         assert [item.type for item in thought.output] == ["reasoning", "message"]
@@ -183,11 +167,9 @@ def test_thoughts_and_calls_of_responses_come_back_as_they_were() -> None:
         assert last.output_text == "end"
         assert ask.segments == [[(0, 9), (2, 6), (1, 4)]]
 
-    run(scenario, "<why>said"[:8], "!look", "end", reasons=True)
 
-
-def test_responses_are_streamed() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_responses_are_streamed() -> None:
+    async with asking("one", "!look", reasons=True) as ask:
         async with ask.openai.responses.stream(model="m", input="a?", tools=[FUNCTION]) as stream:
             kinds = [one.type async for one in stream]
             whole = await stream.get_final_response()
@@ -200,11 +182,9 @@ def test_responses_are_streamed() -> None:
         assert called.output[0].type == "function_call"
         assert ask.segments == [[(0, 4), (2, 6)]]
 
-    run(scenario, "one", "!look", reasons=True)
 
-
-def test_responses_that_cannot_be_answered_are_errors_of_the_client() -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_responses_that_cannot_be_answered_are_errors_of_the_client() -> None:
+    async with asking("one") as ask:
         create = ask.openai.responses.create
         with pytest.raises(OpenAIBadRequestError, match="no reply of this episode"):
             await create(model="m", input="a?", previous_response_id="resp_9")
@@ -217,8 +197,6 @@ def test_responses_that_cannot_be_answered_are_errors_of_the_client() -> None:
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         assert cut.incomplete_details.reason == "max_output_tokens"
 
-    run(scenario, "one")
-
 
 @pytest.mark.parametrize(
     ("path", "asked"),
@@ -227,8 +205,8 @@ def test_responses_that_cannot_be_answered_are_errors_of_the_client() -> None:
         ("/messages", {"messages": [{"role": "user", "content": "a?"}], "max_tokens": 9}),
     ],
 )
-def test_what_the_run_decides_it_decides_in_every_interface(path: str, asked: Any) -> None:
-    async def scenario(ask: Asking) -> None:
+async def test_what_the_run_decides_it_decides_in_every_interface(path: str, asked: Any) -> None:
+    async with asking("one", sampling="refuse") as ask:
         async with httpx.AsyncClient(headers={"x-api-key": ask.key}, timeout=20) as client:
 
             async def says(**more: Any) -> str:
@@ -248,8 +226,6 @@ def test_what_the_run_decides_it_decides_in_every_interface(path: str, asked: An
             else:
                 assert "thinking" in await says(thinking={"type": "enabled", "budget_tokens": 9})
         assert ask.segments == []
-
-    run(scenario, "one", sampling="refuse")
 
 
 def some(draw: random.Random, depth: int = 0) -> Any:
@@ -275,12 +251,12 @@ def some(draw: random.Random, depth: int = 0) -> Any:
     return {draw.choice(names): some(draw, depth + 1) for _ in range(draw.randrange(4))}
 
 
-def test_hostile_bodies_are_refused_or_answered() -> None:
+async def test_hostile_bodies_are_refused_or_answered() -> None:
     """None is an error of the server, and the episode goes on."""
     draw = random.Random(1)
     fields = ("messages", "input", "tools", "system", "instructions", "tool_choice", "text")
 
-    async def scenario(ask: Asking) -> None:
+    async with asking(response_length=100_000, context_length=200_000, max_turns=1_000) as ask:
         head = {"Authorization": f"Bearer {ask.key}"}
         codes: Counter[int] = Counter()
         async with httpx.AsyncClient(headers=head, timeout=20) as client:
@@ -291,8 +267,6 @@ def test_hostile_bodies_are_refused_or_answered() -> None:
                 codes[reply.status_code] += 1
         assert set(codes) <= {200, 400}, codes
         assert codes[400] > 120
-
-    run(scenario, response_length=100_000, context_length=200_000, max_turns=1_000)
 
 
 def test_a_call_with_numbers_that_are_none_is_an_answer() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from async_grpo.agents.program import Program
-from async_grpo.agents.program_process import KEPT, _Pipes
+from async_grpo.agents.program_process import KEPT, ProgramProcess
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
@@ -166,7 +166,9 @@ def test_a_program_that_hangs_ends_at_its_deadline(on_timeout: str) -> None:
 
 
 @PRELOADED
-def test_a_program_that_hangs_is_ended_with_its_episode(preload: list[str], tmp_path: Path) -> None:
+async def test_a_program_that_hangs_is_ended_with_its_episode(
+    preload: list[str], tmp_path: Path
+) -> None:
     """Also one whose environment does not show the key, while its process goes on with others."""
     pids = tmp_path / "pids"
     config = config_of(
@@ -175,19 +177,16 @@ def test_a_program_that_hangs_is_ended_with_its_episode(preload: list[str], tmp_
         options={"preload": preload},
     )
 
-    async def scenario() -> None:
-        async with playing(Saying("a1", "a1"), config, PLAIN) as (player, task, _):
-            children = set()
-            for _ in range(2):
-                sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
-                found = await player.play(task.train(0), sampling, seed=3)
-                assert found.finish_reason == "env_timeout"
-                program, child = pids.read_text().split()
-                assert not Path(f"/proc/{program}").exists()
-                children.add(child)
-            assert len(children) == 1
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with playing(Saying("a1", "a1"), config, PLAIN) as (player, task, _):
+        children = set()
+        for _ in range(2):
+            sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
+            found = await player.play(task.train(0), sampling, seed=3)
+            assert found.finish_reason == "env_timeout"
+            program, child = pids.read_text().split()
+            assert not Path(f"/proc/{program}").exists()
+            children.add(child)
+        assert len(children) == 1
 
 
 @pytest.mark.parametrize(
@@ -362,36 +361,33 @@ def test_a_program_that_can_be_begun_passes() -> None:
 
 @PRELOADED
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_a_program_that_is_being_begun_is_ended_too(
+async def test_a_program_that_is_being_begun_is_ended_too(
     how: str, preload: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what it has started meanwhile: the environment does not know it yet."""
-    pids, opened = tmp_path / "pids", _Pipes.open
+    pids, opened = tmp_path / "pids", ProgramProcess.listen
 
     async def slow(*arguments: Any, **more: Any) -> None:
         while not said(pids):
             await asyncio.sleep(0.02)
         await opened(*arguments, **more)
 
-    async def scenario() -> None:
-        monkeypatch.setattr(_Pipes, "open", slow)
-        config = config_of([*script("failing"), "leaves_and_hangs", str(pids)])
-        options = config.task.options | {"preload": preload, "variables": {"OFFLINE": "1"}}
-        task = Program(config.task.unchecked_copy(update={"options": options}), 0)
-        environment = task.environment()
-        reference = {"prompt": "", "reference": 0, "url": "http://127.0.0.1:9/v1", "key": "k" * 32}
-        reset = asyncio.create_task(environment.reset(reference, 0))
-        await asyncio.sleep(0.1)
-        if how == "closed":
-            await environment.close()
+    monkeypatch.setattr(ProgramProcess, "listen", slow)
+    config = config_of([*script("failing"), "leaves_and_hangs", str(pids)])
+    options = config.task.options | {"preload": preload, "variables": {"OFFLINE": "1"}}
+    task = Program(config.task.unchecked_copy(update={"options": options}), 0)
+    environment = task.environment()
+    reference = {"prompt": "", "reference": 0, "url": "http://127.0.0.1:9/v1", "key": "k" * 32}
+    reset = asyncio.create_task(environment.reset(reference, 0))
+    await asyncio.sleep(0.1)
+    if how == "closed":
+        await environment.close()
+        await reset
+    else:
+        reset.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await reset
-        else:
-            reset.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reset
-            await environment.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+        await environment.close()
     left = [int(pid) for pid in said(pids).split()[:-1]]
     assert len(left) == 9
     wait_until_gone(left)
@@ -408,19 +404,15 @@ def test_a_result_counts_whoever_has_the_output_still(tmp_path: Path) -> None:
     wait_until_gone([int((tmp_path / "pid").read_text())])
 
 
-def test_programs_leave_no_zombies(tmp_path: Path) -> None:
+async def test_programs_leave_no_zombies(tmp_path: Path) -> None:
     """What they started is a child of the environments' process once they have ended."""
-
-    async def scenario() -> None:
-        config = config_of([*script("failing"), "leaves_plain"])
-        launcher = Program(config.task, 0).environment()._launcher
-        for number in range(3):
-            variables = {"OPENAI_API_KEY": f"{number}" * 32, "OFFLINE": "1"}
-            process = await launcher.begin(b"{}", variables)
-            assert (await process.end()).code == 0
-            await process.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    config = config_of([*script("failing"), "leaves_plain"])
+    launcher = Program(config.task, 0).environment()._launcher
+    for number in range(3):
+        variables = {"OPENAI_API_KEY": f"{number}" * 32, "OFFLINE": "1"}
+        process = await launcher.begin(b"{}", variables)
+        assert (await process.end()).code == 0
+        await process.close()
     own, stats = f" {os.getpid()} ", []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended

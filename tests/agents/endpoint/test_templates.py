@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-from typing import Any
 
 import pytest
 
@@ -37,7 +35,7 @@ def episode_of(template: str, policy: Policy) -> ServedEpisode:
 async def say(episode: ServedEpisode, *messages: Message) -> Reply:
     body = json.dumps({"model": "m", "messages": messages}).encode()
     reply = await episode.answer(parse(body, sampling="ignore"))
-    reply.turn.note_read()
+    reply.turn.read = True
     return reply
 
 
@@ -45,53 +43,39 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20))
-
-
 @pytest.mark.parametrize("how", FAILS)
-def test_a_template_that_fails_refuses_the_request_alone(how: str) -> None:
+async def test_a_template_that_fails_refuses_the_request_alone(how: str) -> None:
     """At a message of a tool: in a new conversation, and behind a turn, where it goes on."""
     only = f"{LOOP}{{% if m.role == 'tool' %}}{FAILS[how]}{{% endif %}}{{% endfor %}}"
 
-    async def scenario() -> None:
-        policy = Policy("one", "two")
-        episode = episode_of(only + CHATML, policy)
-        tool = {"role": "tool", "content": "7"}
-        first = await say(episode, user("a?"))
-        for messages in ([user("b?"), tool], [user("a?"), first.message, tool]):
-            with pytest.raises(RequestError, match="the chat template refuses") as refused:
-                await say(episode, *messages)
-            assert refused.value.status == 400
-        assert episode.failure is None and len(policy.asked) == 1
-        await say(episode, user("a?"), first.message, user("b?"))
-        [row] = episode.episode.session.rows
-        assert [count for _, count in row.segments] == [4, 4]
-
-    run(scenario())
+    policy = Policy("one", "two")
+    episode = episode_of(only + CHATML, policy)
+    tool = {"role": "tool", "content": "7"}
+    first = await say(episode, user("a?"))
+    for messages in ([user("b?"), tool], [user("a?"), first.message, tool]):
+        with pytest.raises(RequestError, match="the chat template refuses") as refused:
+            await say(episode, *messages)
+        assert refused.value.status == 400
+    assert episode.failure is None and len(policy.asked) == 1
+    await say(episode, user("a?"), first.message, user("b?"))
+    [row] = episode.episode.session.rows
+    assert [count for _, count in row.segments] == [4, 4]
 
 
-def test_a_template_that_says_nothing_refuses_the_request() -> None:
-    async def scenario() -> None:
-        policy = Policy()
-        episode = episode_of("", policy)
-        with pytest.raises(RequestError, match="without a token"):
-            await say(episode, user("a?"))
-        assert not policy.asked and episode.failure is None
-
-    run(scenario())
+async def test_a_template_that_says_nothing_refuses_the_request() -> None:
+    policy = Policy()
+    episode = episode_of("", policy)
+    with pytest.raises(RequestError, match="without a token"):
+        await say(episode, user("a?"))
+    assert not policy.asked and episode.failure is None
 
 
-def test_a_template_that_says_something_else_every_time_begins_a_row() -> None:
+async def test_a_template_that_says_something_else_every_time_begins_a_row() -> None:
     """Nothing of what was sampled is told to be what it was not."""
-
-    async def scenario() -> None:
-        policy = Policy("one", "two")
-        episode = episode_of("{{ strftime_now('%f') }}" + CHATML, policy)
-        first = await say(episode, user("a?"))
-        second = await say(episode, user("a?"), first.message, user("b?"))
-        assert second.turn.forked == "template"
-        rows = episode.episode.session.rows
-        assert [row.segments for row in rows] == [[(0, 4)], [(0, 4)]]
-
-    run(scenario())
+    policy = Policy("one", "two")
+    episode = episode_of("{{ strftime_now('%f') }}" + CHATML, policy)
+    first = await say(episode, user("a?"))
+    second = await say(episode, user("a?"), first.message, user("b?"))
+    assert second.turn.forked == "template"
+    rows = episode.episode.session.rows
+    assert [row.segments for row in rows] == [[(0, 4)], [(0, 4)]]

@@ -35,7 +35,7 @@ async def talked(*, compacts: bool, correct: float) -> Episode:
     async def say(*messages: Message) -> Message:
         body = json.dumps({"model": "m", "messages": messages}).encode()
         reply = await served_episode.answer(parse(body, sampling="ignore"))
-        reply.turn.note_read()
+        reply.turn.read = True
         return reply.message
 
     first = await say(user("a?"))

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,8 @@ async def actor_of(engine: Any, config: Config) -> AsyncIterator[Actor]:
         await endpoint.close()
 
 
-def run(
-    engine: Any, config: Config, scenario: Callable[[Actor], Awaitable[None]], seconds: float = 40
-) -> None:
-    async def whole() -> None:
-        async with actor_of(engine, config) as actor:
-            await scenario(actor)
-
-    asyncio.run(asyncio.wait_for(whole(), seconds))
-
-
-def test_a_worker_plays_an_episode() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_worker_plays_an_episode() -> None:
+    async with actor_of(Saying("g1"), external()) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None and actor.player.open_episodes == 1
@@ -106,11 +96,9 @@ def test_a_worker_plays_an_episode() -> None:
         late = await actor.post("/work/heartbeat", work["work_key"])
         assert late.status_code == 401 and "has ended" in late.text
 
-    run(Saying("g1"), external(), scenario)
 
-
-def test_each_episode_is_leased_once_and_none_is_forgotten() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_each_episode_is_leased_once_and_none_is_forgotten() -> None:
+    async with actor_of(Saying(*["a1"] * 12), external()) as actor:
         waiting = [asyncio.ensure_future(actor.lease()) for _ in range(5)]
         await asyncio.sleep(0.1)
         episodes = [actor.play(index) for index in range(12)]
@@ -124,11 +112,9 @@ def test_each_episode_is_leased_once_and_none_is_forgotten() -> None:
             await actor.post("/work/result", work["work_key"], WORTH)
         assert [one.verdict for one in await asyncio.gather(*episodes)] == [1.0] * 12
 
-    run(Saying(*["a1"] * 12), external(), scenario)
 
-
-def test_a_worker_that_goes_away_before_it_has_work_takes_none_with_it() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_worker_that_goes_away_before_it_has_work_takes_none_with_it() -> None:
+    async with actor_of(Saying("a1"), external()) as actor:
         gone = asyncio.ensure_future(actor.lease())
         await asyncio.sleep(0.2)
         gone.cancel()
@@ -140,14 +126,12 @@ def test_a_worker_that_goes_away_before_it_has_work_takes_none_with_it() -> None
         await actor.post("/work/result", work["work_key"], WORTH)
         assert (await episode).verdict == 1.0
 
-    run(Saying("a1"), external(), scenario)
-
 
 @pytest.mark.parametrize(
     ("alive", "lease_s"), [("silent", 0.6), ("heartbeat", 2.0), ("request", 2.0)]
 )
-def test_a_lease_lapses_when_nothing_is_heard(alive: str, lease_s: float) -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_lease_lapses_when_nothing_is_heard(alive: str, lease_s: float) -> None:
+    async with actor_of(Saying("a1", slow_s=2.5), external(lease_s=lease_s)) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None and work["lease_s"] == lease_s
@@ -167,20 +151,16 @@ def test_a_lease_lapses_when_nothing_is_heard(alive: str, lease_s: float) -> Non
         await actor.post("/work/result", key, WORTH)
         assert (await episode).verdict == 1.0
 
-    run(Saying("a1", slow_s=2.5), external(lease_s=lease_s), scenario)
 
-
-def test_an_episode_that_no_worker_asks_for_fails() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_an_episode_that_no_worker_asks_for_fails() -> None:
+    async with actor_of(Saying("a1"), external(wait_s=0.2)) as actor:
         with pytest.raises(EnvironmentFailed, match=r"no_worker: .*wait_s = 0\.2"):
             await actor.play()
         assert await actor.lease(0.05) is None
 
-    run(Saying("a1"), external(wait_s=0.2), scenario)
 
-
-def test_a_result_without_a_key_is_refused_before_it_is_read() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_result_without_a_key_is_refused_before_it_is_read() -> None:
+    async with actor_of(Saying(), external()) as actor:
         host, port = actor.endpoint.url.split("//")[1].split("/")[0].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
@@ -190,11 +170,9 @@ def test_a_result_without_a_key_is_refused_before_it_is_read() -> None:
         assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
 
-    run(Saying(), external(), scenario)
-
 
 @pytest.mark.parametrize("on_timeout", ["score_zero", "fail_group"])
-def test_a_worker_that_takes_too_long(on_timeout: str) -> None:
+async def test_a_worker_that_takes_too_long(on_timeout: str) -> None:
     async def scenario(actor: Actor) -> None:
         episode = actor.play()
         work = await actor.lease()
@@ -207,11 +185,12 @@ def test_a_worker_that_takes_too_long(on_timeout: str) -> None:
                 await episode
 
     environment = {"step_timeout_s": 0.8, "on_timeout": on_timeout}
-    run(Saying("a1"), external(environment=environment), scenario)
+    async with actor_of(Saying("a1"), external(environment=environment)) as actor:
+        await scenario(actor)
 
 
-def test_keys_open_what_they_are_for() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_keys_open_what_they_are_for() -> None:
+    async with actor_of(Saying("a1"), external()) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None
@@ -230,8 +209,6 @@ def test_keys_open_what_they_are_for() -> None:
             assert (await actor.post(path, key, ASK)).status_code == 401, (path, key)
         episode.cancel()
 
-    run(Saying("a1"), external(), scenario)
-
 
 @pytest.mark.parametrize(
     ("body", "says"),
@@ -246,8 +223,8 @@ def test_keys_open_what_they_are_for() -> None:
         (b"\xff\xfe", "the result"),
     ],
 )
-def test_a_result_that_is_none_is_refused_and_may_be_said_again(body: Any, says: str) -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_result_that_is_none_is_refused_and_may_be_said_again(body: Any, says: str) -> None:
+    async with actor_of(Saying("a1"), external()) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None
@@ -257,11 +234,9 @@ def test_a_result_that_is_none_is_refused_and_may_be_said_again(body: Any, says:
         taken = await actor.post("/work/result", work["work_key"], WORTH)
         assert taken.status_code == 200 and (await episode).verdict == 1.0
 
-    run(Saying("a1"), external(), scenario)
 
-
-def test_a_failure_is_never_scored_and_a_second_result_is_refused() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_failure_is_never_scored_and_a_second_result_is_refused() -> None:
+    async with actor_of(Saying("a1"), external()) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None
@@ -273,17 +248,13 @@ def test_a_failure_is_never_scored_and_a_second_result_is_refused() -> None:
         with pytest.raises(EnvironmentFailed, match="exception: its worker says: the sandbox"):
             await episode
 
-    run(Saying("a1"), external(), scenario)
-
 
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", {"wait_s": "soon"}, {"wait_s": -1}, b'{"wait_s": NaN}']
 )
-def test_a_wait_that_is_none_is_refused(body: Any) -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_wait_that_is_none_is_refused(body: Any) -> None:
+    async with actor_of(Saying(), external()) as actor:
         assert (await actor.post("/work/lease", actor.work.key, body)).status_code == 400
-
-    run(Saying(), external(), scenario)
 
 
 def test_where_workers_find_an_actor_is_for_this_user_alone(tmp_path: Path) -> None:
@@ -296,7 +267,7 @@ def test_where_workers_find_an_actor_is_for_this_user_alone(tmp_path: Path) -> N
     assert sorted(one.name for one in path.parent.iterdir()) == ["actor-0.json", "actor-1.2.json"]
 
 
-def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Path) -> None:
+async def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Path) -> None:
     """Two slots, six episodes, and one whose command fails."""
 
     async def scenario(actor: Actor) -> None:
@@ -326,24 +297,23 @@ def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Pa
             worker.kill()
             worker.wait()
 
-    run(Saying(*["a1"] * 6), external(), scenario)
-    run(Saying(), external(), fails)
+    async with actor_of(Saying(*["a1"] * 6), external()) as actor:
+        await scenario(actor)
+    async with actor_of(Saying(), external()) as actor:
+        await fails(actor)
 
 
-def test_a_problem_that_cannot_be_sent_is_said() -> None:
-    async def scenario(actor: Actor) -> None:
+async def test_a_problem_that_cannot_be_sent_is_said() -> None:
+    async with actor_of(Saying(), external()) as actor:
         sampling = Sampling(n=1, max_tokens=60, temperature=1.0)
         posed = Problem("2:7>", {"prompt": "2:7>", "reference": {1, 2}})
         with pytest.raises(EnvironmentFailed, match="not_sendable: the problem is no JSON"):
             await actor.player.play(posed, sampling, seed=0)
 
-    run(Saying(), external(), scenario)
 
-
-def test_an_engine_that_fails_is_no_score_of_the_episode() -> None:
+async def test_an_engine_that_fails_is_no_score_of_the_episode() -> None:
     """Whatever the worker says about it afterwards."""
-
-    async def scenario(actor: Actor) -> None:
+    async with actor_of(Saying(EngineError("it is gone")), external()) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None
@@ -352,8 +322,6 @@ def test_an_engine_that_fails_is_no_score_of_the_episode() -> None:
         await actor.post("/work/result", work["work_key"], WORTH)
         with pytest.raises(EngineError, match="it is gone"):
             await episode
-
-    run(Saying(EngineError("it is gone")), external(), scenario)
 
 
 def test_a_wait_that_no_group_survives_is_refused_before_a_run() -> None:

@@ -27,7 +27,7 @@ def talked() -> ServedEpisode:
             request = parse(body, sampling="ignore", retried=False)
             reply = await episode.answer(request)
             if reads:
-                reply.turn.note_read()
+                reply.turn.read = True
 
         await say(("user", "a?"))
         await say(("user", "a?"), ("assistant", "one"), ("user", "b?"))
@@ -99,7 +99,7 @@ def test_rows_are_shown_with_their_label_and_the_row_that_they_come_from() -> No
             ]
             body = json.dumps({"model": label, "messages": messages}).encode()
             reply = await episode.answer(parse(body, sampling="ignore"))
-            reply.turn.note_read()
+            reply.turn.read = True
 
         await say("solver", "a?")
         await say("judge", "b?")
