@@ -210,7 +210,6 @@ def _text(result: Any) -> str:
 
 
 def _told(error: Exception) -> str:
-    """Say an error to the policy, in a few words."""
     if isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
         return f"Error: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:500]
@@ -238,7 +237,6 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Make a tool's JSON schema of its type hints and its docstring (Google style)."""
     from transformers.utils import get_json_schema
 
     try:

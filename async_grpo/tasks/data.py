@@ -134,8 +134,8 @@ class RowTask(ABC):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """`seed` is not used: `problem_index` decides the order of problems."""
         self._settings = settings
-        self._bad: dict[str, int] = {}
-        self._notes: list[str] = []
+        self.notes: list[str] = []
+        """A line for every source of which rows are left out, with examples of malformed ones."""
 
     @abstractmethod
     def problem(self, row: dict[str, Any]) -> Problem:
@@ -144,11 +144,6 @@ class RowTask(ABC):
     @abstractmethod
     def score(self, response: str, reference: Any) -> Score:
         """Score one response; see `Task.score`."""
-
-    @property
-    def notes(self) -> list[str]:
-        """A line for every source of which rows are left out, with examples of malformed ones."""
-        return list(self._notes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -202,7 +197,7 @@ class RowTask(ABC):
                 "task.train; name held-out data"
             )
         if left := len(problems) - len(kept):
-            self._notes.append(
+            self.notes.append(
                 f"note: {self._settings.eval}: {left} of {len(problems)} held-out problems have "
                 "the prompt of a training problem, and are left out"
             )
@@ -227,8 +222,7 @@ class RowTask(ABC):
                 f"{found}: {_examples(bad)}. Mend them, or leave them out "
                 f"(task.max_bad_fraction, now {allowed:g})"
             )
-        self._bad[split] = count
-        self._notes.append(
+        self.notes.append(
             f"note: {found} and left out, as task.max_bad_fraction {allowed:g} allows: "
             f"{_examples(bad)}"
         )

@@ -14,7 +14,6 @@ from async_grpo.environments.calculator import calculator
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.tasks.base import Score, TaskError
-from tests.support import tools
 from tests.support.tools import Asks, AsksInTurns
 
 SUPPORT = "tests.support.tools"
@@ -219,7 +218,3 @@ def test_a_division_by_nothing_is_told() -> None:
         [Action("x", tool_calls=[call("calculator", expression="1/0")])], names=["calculator"]
     )
     assert isinstance(found, Observation) and "Error" in found.content[0]["content"]  # type: ignore[index]
-
-
-def test_support_tools_are_what_they_say() -> None:
-    assert tools.search("one", limit=2) == "three" and tools.undescribed("x") == "x"

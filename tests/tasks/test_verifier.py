@@ -24,6 +24,7 @@ from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.children import _ONE_THREAD
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
+from tests.support.waiting import alive, wait_until_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TIMEOUT_S = 2.0
@@ -180,20 +181,8 @@ async def value(pool, response):
     return (await pool.score(response, None)).rewards["value"]
 
 
-def exists(pid):
-    """Whether the process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-async def gone(pids, deadline_s=20.0):
-    deadline = time.monotonic() + deadline_s
-    while any(map(exists, pids)):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if exists(pid)]}"
-        await asyncio.sleep(0.02)
+async def gone(pids):
+    await asyncio.to_thread(wait_until_gone, pids)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +556,7 @@ async def test_children_die_with_a_killed_parent():
         pids = [
             int(word) for word in parent.stdout.readline().split()
         ]  # one of them idle, one busy
-        assert len(pids) == 2 and all(map(exists, pids))
+        assert len(pids) == 2 and all(map(alive, pids))
     finally:
         parent.kill()
         parent.wait(timeout=20)
