@@ -13,7 +13,7 @@ from pydantic import Field
 
 from async_grpo.agents.served import ServedOptions, ServedTask
 from async_grpo.config import schema
-from async_grpo.environments.base import Action, Observation
+from async_grpo.environments.base import Observation
 from async_grpo.errors import SetupError
 from async_grpo.tasks.base import parse_options
 
@@ -62,13 +62,11 @@ class External(ServedTask):
 class Elsewhere:
     """An environment that is not here."""
 
-    def reset(self, reference: object, seed: int) -> Observation:
+    def reset(self, *_: object) -> Observation:
         """Raise RuntimeError."""
         raise RuntimeError("episodes of task `external` are played by workers")
 
-    def step(self, action: Action) -> Observation:
-        """Raise RuntimeError."""
-        raise RuntimeError("episodes of task `external` are played by workers")
+    step = reset
 
     def close(self) -> None:
         """Do nothing."""

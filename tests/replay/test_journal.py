@@ -38,8 +38,11 @@ from tests.support.journal_life import (
     Checkpoint,
     Life,
     journal_in,
+    produce,
     queue_settings,
     ready_frames,
+    saved,
+    train,
 )
 from tests.support.queues import Clock
 
@@ -368,33 +371,6 @@ def test_damaged_files_never_give_a_wrong_group(
 
 
 # ---- other ways to start again ----
-
-
-async def produce(
-    queue: ReplayQueue, want: int, *, version: int = 0, actor: str = "a"
-) -> list[GroupTicket]:
-    """Tickets for an actor, and their results at once."""
-    tickets = await queue.acquire(actor, version, [], want)
-    verdicts = await queue.put(actor, [frame_of(ticket) for ticket in tickets])
-    assert {verdict.status for verdict in verdicts} <= {"accepted"}
-    return tickets
-
-
-async def train(queue: ReplayQueue, first: int, last: int) -> dict[int, set[int]]:
-    """Learner steps with results of the newest weights; the groups of each. All of them are live,
-    and the last is not done.
-    """
-    trained = {}
-    for step in range(first, last + 1):
-        if step > first:
-            await queue.live(step - 1)
-        await produce(queue, 99, version=step - 1)
-        trained[step] = {meta.group_id for meta in (await queue.get_batch(step)).groups}
-    return trained
-
-
-async def saved(queue: ReplayQueue) -> dict:
-    return json.loads(json.dumps(await queue.snapshot()))
 
 
 async def states(queue: ReplayQueue) -> dict[str, int]:

@@ -4,7 +4,6 @@ version, and that the bound holds for them.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +17,7 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
-from tests.support.journal_life import RULES, journal_in, queue_settings
+from tests.support.journal_life import RULES, journal_in, queue_settings, saved
 
 
 def beginning_of(ticket: GroupTicket, *, newest: int | None = None) -> PartialStart:
@@ -31,10 +30,6 @@ def beginning_of(ticket: GroupTicket, *, newest: int | None = None) -> PartialSt
         responses=2,
         tokens=7,
     )
-
-
-async def saved(queue: ReplayQueue, *beginnings: PartialStart) -> dict[str, Any]:
-    return json.loads(json.dumps(await queue.snapshot() | {"beginnings": beginnings}))
 
 
 async def train(queue: ReplayQueue, first: int, last: int, actor: str = "a") -> None:

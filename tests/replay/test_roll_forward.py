@@ -4,7 +4,6 @@ reason and another run epoch.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,15 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
-from tests.support.journal_life import RULES, Life, journal_in, queue_settings
+from tests.support.journal_life import (
+    RULES,
+    Life,
+    journal_in,
+    produce,
+    queue_settings,
+    saved,
+    train,
+)
 
 
 @pytest.mark.parametrize("runs", [5, pytest.param(40, marks=pytest.mark.slow)])
@@ -50,18 +57,6 @@ async def test_lost_steps_are_served_again_and_nothing_else_changes(
     assert happened["rolled"] > 4 * runs and happened["gang"] > 2 * runs, happened
 
 
-async def trained(queue: ReplayQueue, first: int, last: int) -> None:
-    """Steps `first` to `last`, live one after the other, the last one still in training; then one
-    group of the newest version is ready.
-    """
-    for step in range(first, last + 1):
-        if step > first:
-            await queue.live(step - 1, f"digest-{step - 1}")
-        tickets = await queue.acquire("a", step - 1, [], 99)
-        await queue.put("a", [frame_of(ticket) for ticket in tickets])
-        assert await queue.get_batch(step) is not None
-
-
 async def interrupted(
     directory: Path, **changes: object
 ) -> tuple[dict, JournalSettings, list[GroupTicket]]:
@@ -70,13 +65,13 @@ async def interrupted(
     """
     journal = journal_in(directory, lost_steps="replay", **changes)
     queue = open_queue(queue_settings(), journal)
-    await trained(queue, 1, 2)
+    await train(queue, 1, 2)
     await queue.live(2, "digest-2")
-    snapshot = json.loads(json.dumps(await queue.snapshot()))
-    await trained(queue, 3, 5)
+    snapshot = await saved(queue)
+    await train(queue, 3, 5)
     await queue.live(5, "digest-5")
     tickets = await queue.acquire("a", 5, [], 1)
-    await queue.put("b", [frame_of(ticket) for ticket in await queue.acquire("b", 5, [], 1)])
+    await produce(queue, 1, version=5, actor="b")
     return snapshot, journal, tickets
 
 
@@ -168,7 +163,7 @@ async def test_steps_that_cannot_be_repeated_are_discarded_with_the_reason(
         "abandoned"
     ] and "after 2, which were discarded" in verdicts[0].reason
     assert (await queue.counts())["abandoned"] == 1
-    await trained(queue, 3, 6)
+    await train(queue, 3, 6)
     assert (await queue.counts())["trained"] == 2 * 5 and {
         ticket.run_epoch for ticket in await queue.acquire("a", 5, [], 99)
     } <= {1}
@@ -214,7 +209,7 @@ async def test_after_two_ends_at_one_step_it_is_discarded(tmp_path: Path) -> Non
         2,
         1,
     ) and "ended twice at learner step 5" in str(third.report)
-    await trained(third, 3, 4)
+    await train(third, 3, 4)
     fourth = await again(journal, snapshot, start="fourth")
     assert (fourth._ledger.steps, fourth._ledger.training_step, fourth._ledger.run_epoch) == (
         3,
@@ -239,8 +234,7 @@ async def test_a_start_that_did_not_fail_at_the_step_is_no_second_end(
 async def test_a_start_that_came_further_is_rolled_forward_again(tmp_path: Path) -> None:
     snapshot, journal, _ = await interrupted(tmp_path)
     second = await again(journal, snapshot)
-    tickets = await second.acquire("a", 5, [], 99)
-    await second.put("a", [frame_of(ticket) for ticket in tickets])
+    await produce(second, 99, version=5)
     assert await second.get_batch(6) is not None
     third = await again(journal, snapshot, start="third")
     assert (third._ledger.steps, third._ledger.training_step, third._ledger.run_epoch) == (5, 6, 0)
@@ -250,9 +244,9 @@ async def test_a_start_that_came_further_is_rolled_forward_again(tmp_path: Path)
 async def test_nothing_lost_raises_no_epoch(tmp_path: Path) -> None:
     journal = journal_in(tmp_path, lost_steps="replay")
     queue = open_queue(queue_settings(), journal)
-    await trained(queue, 1, 2)
+    await train(queue, 1, 2)
     await queue.live(2)
-    snapshot = json.loads(json.dumps(await queue.snapshot()))
+    snapshot = await saved(queue)
     restored = await again(journal, snapshot)
     assert (
         restored._ledger.run_epoch == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.replay.ledger import State
+from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
@@ -84,6 +85,34 @@ async def seen(queue: ReplayQueue) -> dict[str, Any]:
             await queue.payload(batch.step, [meta.group_id for meta in batch.groups])
         )
     return out
+
+
+async def produce(
+    queue: ReplayQueue, want: int, *, version: int = 0, actor: str = "a"
+) -> list[GroupTicket]:
+    """Tickets for an actor, and their results at once."""
+    tickets = await queue.acquire(actor, version, [], want)
+    verdicts = await queue.put(actor, [frame_of(ticket) for ticket in tickets])
+    assert {verdict.status for verdict in verdicts} <= {"accepted"}
+    return tickets
+
+
+async def train(queue: ReplayQueue, first: int, last: int) -> dict[int, set[int]]:
+    """Learner steps with results of the newest weights; the groups of each. All of them are live,
+    and the last is not done.
+    """
+    trained = {}
+    for step in range(first, last + 1):
+        if step > first:
+            await queue.live(step - 1, f"digest-{step - 1}")
+        await produce(queue, 99, version=step - 1)
+        trained[step] = {meta.group_id for meta in (await queue.get_batch(step)).groups}
+    return trained
+
+
+async def saved(queue: ReplayQueue, *beginnings: PartialStart) -> dict[str, Any]:
+    """What a checkpoint keeps of it."""
+    return json.loads(json.dumps(await queue.snapshot() | {"beginnings": beginnings}))
 
 
 @dataclass

@@ -229,7 +229,6 @@ async def test_clients_that_have_given_up_are_waited_for_no_longer(
 ) -> None:
     """Neither those that were refused, nor those whose answer another one has taken."""
     wait = waiting(monkeypatch)
-
     policy = Policy("one", "two")
     episode = served(policy)
     policy.hold.clear()
@@ -251,7 +250,6 @@ async def test_a_client_that_is_refused_again_is_waited_for_anew(
 ) -> None:
     """One turn is owed to it, however often it was refused."""
     wait = waiting(monkeypatch)
-
     policy = Policy("one", "two", "three")
     episode = served(policy)
     await say(episode, [user("a?")])
@@ -342,27 +340,25 @@ async def test_an_episode_that_is_closed_stays_as_it_is() -> None:
     assert [row.segments for row in episode.episode.session.rows] == [[(0, 4)]]
 
 
-async def test_what_no_client_can_have_caused_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("raised", "kept", "says"),
+    [
+        (EngineError("it is gone"), EngineError, "it is gone"),
+        (KeyError("odd"), EnvironmentFailed, r"answer: .* KeyError: 'odd'"),
+    ],
+)
+async def test_what_no_client_can_have_caused_is_kept(
+    raised: Exception, kept: type[Exception], says: str
+) -> None:
     class Broken(Policy):
         async def sample(self, tokens: list[int], sampling: Any) -> Any:
-            raise EngineError("it is gone")
+            raise raised
 
     episode = served(Broken())
     for _ in range(2):
-        with pytest.raises(EngineError):
+        with pytest.raises(kept, match=says):
             await say(episode, [user("a?")])
-    assert isinstance(episode.failure, EngineError) and not episode._asked
-
-
-async def test_what_nobody_has_foreseen_is_a_failure_of_the_episode_alone() -> None:
-    class Odd(Policy):
-        async def sample(self, tokens: list[int], sampling: Any) -> Any:
-            raise KeyError("odd")
-
-    episode = served(Odd())
-    with pytest.raises(EnvironmentFailed, match=r"answer: .* KeyError: 'odd'"):
-        await say(episode, [user("a?")])
-    assert isinstance(episode.failure, EnvironmentFailed)
+    assert isinstance(episode.failure, kept) and not episode._asked
 
 
 async def test_messages_without_a_token_are_refused_and_the_episode_goes_on() -> None:
