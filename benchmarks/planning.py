@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.load import load_config
-from async_grpo.tools.predict.advice import predict
-from async_grpo.tools.predict.plan import workload
+from async_grpo.tools.predict.advice import workload
+from async_grpo.tools.predict.rehearsal import predict
 from benchmarks.harness import aim, append, machine, read_rows, write_docs
 from benchmarks.tails import MODELS
 from benchmarks.throughput.run import measured

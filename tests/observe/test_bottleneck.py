@@ -12,8 +12,8 @@ import pytest
 from async_grpo.config.schema import Config
 from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, Gain
 from async_grpo.observe.throughput import ThroughputSettings
-from async_grpo.tools.predict.advice import predict
 from async_grpo.tools.predict.engine import Speed
+from async_grpo.tools.predict.rehearsal import predict
 from tests.support.simulation.scenario import Scenario
 from tests.support.simulation.simulator import simulate
 

@@ -52,9 +52,10 @@ from async_grpo.tasks.base import Task, TaskError
 from async_grpo.tasks.data import quiet_hub
 from async_grpo.tasks.registry import load_task
 from async_grpo.tools.check.known_models import known_config, names
-from async_grpo.tools.predict.advice import one_change, predict, said
+from async_grpo.tools.predict.advice import one_change, said
 from async_grpo.tools.predict.forecast import describe as describe_speed
 from async_grpo.tools.predict.forecast import measured_beside
+from async_grpo.tools.predict.rehearsal import predict
 from async_grpo.tools.predict.workload import Measured, Workload
 from async_grpo.weights.transport import resolve_backend
 

@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
     from async_grpo.config.load import load_config, resolve
-    from async_grpo.tools.predict.advice import predict
-    from async_grpo.tools.predict.plan import show, workload
+    from async_grpo.tools.predict.advice import show, workload
+    from async_grpo.tools.predict.rehearsal import predict
 
     config = resolve(load_config(options.config, options.settings))
     work, path = workload(config, options.source, actors=options.actors)

@@ -114,12 +114,6 @@ class SharedEngine:
         self.waiting.extend(responses)
         self._fill()
 
-    def drop(self, key: Hashable) -> None:
-        """Forget a response that runs or waits."""
-        self.running.pop(key, None)
-        self.waiting = deque(one for one in self.waiting if one.key != key)
-        self._fill()
-
     def stop(self, seconds: float) -> None:
         """Sample nothing for so long, besides what it is stopped for already."""
         self.stopped_s += seconds

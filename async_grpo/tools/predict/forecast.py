@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.schema import Config
-from async_grpo.tools.predict.advice import predict
 from async_grpo.tools.predict.measure import Meter, relative_errors
-from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
+from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal, predict
 from async_grpo.tools.predict.workload import CPU_CONTENTION, Measured, Workload, crowding
 
 NAME = "plan.json"
@@ -70,7 +69,8 @@ class Forecast:
         self._kind, self._step = kind(config), 0
         self._all = self._meter(WARM + config.replay.max_staleness)
         self._after = self._all
-        self._predicted: Prediction | None = None
+        self.predicted: Prediction | None = None
+        """What the run is expected to come to; None before that is known."""
         self._gains: dict[tuple[tuple[str, float], ...], float] = {}
         self.source = ""
         """Where the measurement behind the prediction is from."""
@@ -78,16 +78,11 @@ class Forecast:
             self._predict(Measured.read(path), str(path.parent))
             break
 
-    @property
-    def predicted(self) -> Prediction | None:
-        """Return what the run is expected to come to; None before that is known."""
-        return self._predicted
-
     def expected(self) -> str:
         """Say what the run is expected to come to; "" before that is known."""
-        if self._predicted is None:
+        if self.predicted is None:
             return ""
-        return f"expected, from {self.source}: {describe(self._predicted)}"
+        return f"expected, from {self.source}: {describe(self.predicted)}"
 
     def compared(self) -> str:
         """Say how far the prediction is from what came; "" while too little is known."""
@@ -110,7 +105,7 @@ class Forecast:
             self._after.observe(metrics, lengths)
         self._step += 1
         out = self.metrics() if self._step == 1 else {}
-        if self._predicted is None and self._all.steps >= PROBE:
+        if self.predicted is None and self._all.steps >= PROBE:
             found = self._measured()
             if found is not None:
                 self._predict(found, f"the first {self._step} steps")
@@ -122,7 +117,7 @@ class Forecast:
 
     def metrics(self) -> dict[str, float]:
         """Return the prediction as metrics."""
-        known = {} if self._predicted is None else asdict(self._predicted)
+        known = {} if self.predicted is None else asdict(self.predicted)
         return {f"plan/{name}": known[name] for name in SHOWN if name in known}
 
     def gain(self, advice: Mapping[str, float]) -> float | None:
@@ -145,9 +140,9 @@ class Forecast:
     def errors(self) -> dict[str, float]:
         """Compare the prediction with the steps after it; {} while there is too little."""
         found = self._found()
-        if self._predicted is None or not found:
+        if self.predicted is None or not found:
             return {}
-        return relative_errors(predicted=asdict(self._predicted), found=found)
+        return relative_errors(predicted=asdict(self.predicted), found=found)
 
     def write(self) -> None:
         """Write plan.json, in one piece."""
@@ -156,12 +151,12 @@ class Forecast:
             return
         record = {
             "kind": self._kind,
-            "measured": measured.plain(),
+            "measured": asdict(measured),
             "places": self._seqs,
             "actors": self._actors,
             "cores": self._cores,
             "source": self.source,
-            "predicted": None if self._predicted is None else asdict(self._predicted),
+            "predicted": None if self.predicted is None else asdict(self.predicted),
             "found": self._found(),
             "errors": self.errors(),
         }
@@ -193,7 +188,7 @@ class Forecast:
         )
 
     def _predict(self, measured: Measured, source: str) -> None:
-        self._predicted, self.source = predict(self._workload(measured)), source
+        self.predicted, self.source = predict(self._workload(measured)), source
 
     def _found(self) -> dict[str, float]:
         meter = self._after

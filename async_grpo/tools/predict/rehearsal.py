@@ -26,6 +26,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
@@ -34,7 +35,7 @@ from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout.ticket_queue import groups_to_ask_for
 from async_grpo.tools.predict.engine import Response, SharedEngine
-from async_grpo.tools.predict.workload import Workload, mean
+from async_grpo.tools.predict.workload import Workload
 
 STEPS, LEAST_TOKENS = 48, 1e-9
 MOST_RESPONSES = 60_000
@@ -139,7 +140,7 @@ class Rehearsal:
             tokens_per_s=self._tokens / seconds,
             step_s=seconds / steps,
             idle=self._idle_s / seconds,
-            lag_mean=mean(self._lags),
+            lag_mean=fmean(self._lags),
             lag_worst=max(self._lags),
             masked=self._stale / max(self._tokens, LEAST_TOKENS),
             taken=self._taken_s / places,
@@ -175,7 +176,6 @@ class Rehearsal:
             self._begin(index, granted)
 
     def _begin(self, index: int, count: int) -> None:
-        """Begin so many groups in an engine."""
         work, engine = self._work, self._engines[index]
         engine.advance(self._now)
         for _ in range(count):
@@ -197,7 +197,6 @@ class Rehearsal:
             self._later(at - self._now, self._end, index, at)
 
     def _end(self, index: int, at: float) -> None:
-        """Take out responses that have ended."""
         if at != self._look_at[index]:
             return
         engine = self._engines[index]
@@ -355,8 +354,12 @@ class Rehearsal:
                     self._stale += length * max(share, 0.0)
 
 
+def predict(work: Workload) -> Prediction:
+    """Predict a run."""
+    return Rehearsal(work).run()
+
+
 def _queue_settings(workload: Workload) -> QueueSettings:
-    """Make the settings that the queue's limit needs to know."""
     return QueueSettings(
         rollout_batch_size=workload.batch,
         max_staleness=workload.max_staleness,

@@ -15,10 +15,10 @@ the same model, task and machine; what depends on the size of a learner step is 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from async_grpo.config.schema import Config
@@ -83,10 +83,6 @@ class Measured(Costs):
         names = {one.name for one in fields(cls)} & found.keys() - {"lengths", "curve"}
         return cls(lengths=lengths, curve=curve, **{name: float(found[name]) for name in names})
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ThroughputSettings, Costs):
@@ -113,7 +109,7 @@ class Workload(ThroughputSettings, Costs):
         settings = ThroughputSettings.configured(
             config, max_num_seqs=max_num_seqs, actors=actors, cores=cores
         )
-        group = mean(sum(one) / len(one) for one in measured.lengths) * settings.responses
+        group = fmean(sum(one) / len(one) for one in measured.lengths) * settings.responses
         scale = settings.batch * group / measured.step_tokens
         costs = {one.name: getattr(measured, one.name) for one in fields(Costs)}
         costs["learner_s"] *= scale / measured.crowd
@@ -147,8 +143,8 @@ class Workload(ThroughputSettings, Costs):
                 response_s=response_s * self.places / running,
                 pause_s=self.pause_s,
                 verify_s=self.verify_s,
-                tail_s=mean(slowest) / each + step_s if self.on_stale == "wait" else 0.0,
-                slot_s=mean(longest) / each + step_s,
+                tail_s=fmean(slowest) / each + step_s if self.on_stale == "wait" else 0.0,
+                slot_s=fmean(longest) / each + step_s,
             ),
         )
 
@@ -159,18 +155,12 @@ class Workload(ThroughputSettings, Costs):
     @property
     def group_tokens(self) -> float:
         """Mean tokens of a group."""
-        return mean(map(sum, self.lengths))
+        return fmean(map(sum, self.lengths))
 
 
 def crowding(actors: float, ranks: int, cores: int | None) -> float:
     """Count the engines and learner ranks for each core that they share; at least 1."""
     return 1.0 if cores is None else max(1.0, (actors + ranks) / cores)
-
-
-def mean(values: Any) -> float:
-    """Average numbers."""
-    found = list(values)
-    return math.fsum(found) / len(found)
 
 
 def _of_size(lengths: Sequence[tuple[int, ...]], size: int) -> tuple[tuple[int, ...], ...]:

@@ -77,14 +77,3 @@ def test_prompts_and_contexts_stop_everything() -> None:
     assert engine.next_end() == pytest.approx(1.0 + 0.55 + 0.2 + 0.5)
     engine.advance(1.5)
     assert engine.done("a") == pytest.approx(50.0)
-
-
-def test_what_is_dropped_gives_its_place_and_its_share() -> None:
-    engine = SharedEngine(Speed.alone(10.0), places=1)
-    engine.begin([Response("a", 50.0), Response("b", 20.0), Response("c", 10.0)])
-    engine.advance(1.0)
-    engine.drop("c")
-    engine.drop("a")
-    assert engine.done("b") == 0.0 and engine.next_end() == pytest.approx(3.0)
-    assert ends(engine) == pytest.approx({"b": 3.0})
-    assert engine.next_end() == math.inf

@@ -5,13 +5,13 @@ by hand.
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
-from async_grpo.tools.predict.advice import least_outstanding, one_change, predict, said
+from async_grpo.tools.predict.advice import least_outstanding, one_change, said
 from async_grpo.tools.predict.engine import Speed
-from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal
-from async_grpo.tools.predict.workload import mean
+from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal, predict
 from tests.support.plan_case import BASE
 from tests.support.simulation.scenario import Scenario
 from tests.support.simulation.simulator import simulate
@@ -95,7 +95,7 @@ def test_against_the_real_queue(bound: int, learner_s: float, verify_s: float) -
     real = result.figures(skip=10)
     assert found.groups_per_s == pytest.approx(real["groups_per_s"], rel=0.10)
     assert abs(found.idle - real["idle"]) <= 0.05
-    lag = mean(line["replay/lag_mean"] for line in result.lines[10:-10])
+    lag = fmean(line["replay/lag_mean"] for line in result.lines[10:-10])
     assert found.lag_mean == pytest.approx(lag, rel=0.10, abs=0.3)
     assert found.lag_worst == real["lag_max"]
 
