@@ -59,7 +59,6 @@ def _findings() -> Iterator[tuple[str, str, str]]:
 
 
 def _pins() -> dict[str, str]:
-    """Return the versions that this package is tested with, by name."""
     try:
         required = metadata.requires("async_grpo") or []
     except metadata.PackageNotFoundError:  # on PYTHONPATH

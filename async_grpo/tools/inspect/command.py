@@ -91,7 +91,6 @@ def _showing(add: Callable[..., Any]) -> None:
 
 
 def _contradiction(options: Namespace) -> str | None:
-    """Say what one option has against another."""
     from async_grpo.tools.inspect.groups import Selection
     from async_grpo.tools.inspect.lines import selection_of
 

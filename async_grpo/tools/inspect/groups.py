@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
@@ -46,9 +46,6 @@ SILENT_S = 60.0
 """Seconds after which a journal that grows no more and has no end is pointed out."""
 ONE = {"attempts_lost": "attempt lost", "expirations": "expiration"}
 """What a counter is called when it is 1."""
-LONG = ("prompt", "best response", "reason")
-LONG_MIN_WIDTH, GAP = 16, 2
-"""Characters that a column of long text gets at least, and between columns."""
 
 
 @dataclass(frozen=True)
@@ -402,37 +399,18 @@ def _why_no_step(history: History, first: int, last: int) -> str | None:
 # ---- columns for a person ----
 
 
-class Column(NamedTuple):
-    """A column of a table of groups: plain text on one line, whatever the run contains."""
-
-    header: str
-    cells: tuple[str, ...]
-
-    @property
-    def justify(self) -> Literal["left", "right"]:
-        """Words begin at the left, numbers end at the right."""
-        return "left" if self.long or self.header in ("state", "actor") else "right"
-
-    @property
-    def long(self) -> bool:
-        """Whether the column may be folded."""
-        return self.header in LONG
-
-    @property
-    def width(self) -> int:
-        """Count the characters that the column needs, with the gap to the next one."""
-        widest = max(map(len, (self.header, *self.cells)))
-        return GAP + (min(widest, LONG_MIN_WIDTH) if self.long else widest)
+Column = tuple[str, tuple[str, ...]]
+"""A header and its cells: plain text on one line, whatever the run contains."""
 
 
 def columns_of(groups: Sequence[Facts]) -> list[Column]:
     """Arrange what `group_facts` say, one cell per group, without columns that would be empty."""
     components = list(dict.fromkeys(name for facts in groups for name in facts["rewards"]))
     columns = [
-        Column(on_one_line(cells[0][0]), tuple(on_one_line(text) for _, text in cells))
+        (on_one_line(cells[0][0]), tuple(on_one_line(text) for _, text in cells))
         for cells in zip(*(_cells(facts, components) for facts in groups), strict=True)
     ]
-    return [column for column in columns if any(column.cells)]
+    return [(header, cells) for header, cells in columns if any(cells)]
 
 
 def _cells(facts: Facts, components: Sequence[str]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -53,6 +53,10 @@ SNIPPET = 60
 """Characters of a prompt or response in the table."""
 LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
 """Columns that a narrow terminal does without, the first one first."""
+LONG = ("prompt", "best response", "reason")
+"""Columns that may be folded."""
+LONG_MIN_WIDTH, GAP = 16, 2
+"""Characters that a column of long text gets at least, and between columns."""
 
 
 def selection_of(options: Namespace) -> Selection:
@@ -185,14 +189,15 @@ def _table(groups: list[Facts]) -> Iterator[str]:
     if sys.stdout.isatty():
         columns = _narrowed(columns, shutil.get_terminal_size().columns)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
+    for header, _ in columns:  # words begin at the left, numbers end at the right
+        long = header in LONG
         table.add_column(
-            Text(column.header),
-            justify=column.justify,
-            no_wrap=not column.long,
-            overflow="fold" if column.long else "ellipsis",
+            Text(header),
+            justify="left" if long or header in ("state", "actor") else "right",
+            no_wrap=not long,
+            overflow="fold" if long else "ellipsis",
         )
-    for cells in zip(*(column.cells for column in columns), strict=True):
+    for cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(Text, cells))
     yield from _render(table)
 
@@ -200,10 +205,16 @@ def _table(groups: list[Facts]) -> Iterator[str]:
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
     """Leave out as many of the least important columns as `width` characters ask for."""
     for name in LEAST_IMPORTANT:
-        if sum(column.width for column in columns) <= width:
+        if sum(_width(*column) for column in columns) <= width:
             break
-        columns = [column for column in columns if column.header != name]
+        columns = [column for column in columns if column[0] != name]
     return columns
+
+
+def _width(header: str, cells: Sequence[str]) -> int:
+    """Count the characters that a column needs, with the gap to the next one."""
+    widest = max(map(len, (header, *cells)))
+    return GAP + (min(widest, LONG_MIN_WIDTH) if header in LONG else widest)
 
 
 def _texts(

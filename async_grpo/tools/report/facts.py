@@ -20,49 +20,19 @@ from async_grpo.tools.report.plots import tokens_by_fate
 
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
-SETTINGS = (
-    "model.path",
-    "model.dtype",
-    "model.lora",
-    "task.name",
-    "task.train",
-    "task.eval",
-    "task.rewards",
-    "rollout.rollout_batch_size",
-    "rollout.group_size",
-    "rollout.prompt_length",
-    "rollout.response_length",
-    "rollout.temperature",
-    "replay.max_staleness",
-    "replay.order",
-    "replay.on_stale",
-    "replay.filter_groups.enable",
-    "algorithm.adv_estimator",
-    "algorithm.policy_loss",
-    "algorithm.clip_ratio_low",
-    "algorithm.clip_ratio_high",
-    "algorithm.clip_schedule",
-    "algorithm.anchor",
-    "algorithm.importance.level",
-    "algorithm.importance.mode",
-    "algorithm.loss_agg_mode",
-    "algorithm.use_kl_loss",
-    "algorithm.kl_loss_coef",
-    "learner.ranks",
-    "learner.zero_stage",
-    "learner.lr",
-    "learner.ppo_epochs",
-    "learner.ppo_mini_batch_size",
-    "learner.tokens_per_micro_batch",
-    "weight_sync.backend",
-    "weight_sync.every_steps",
-    "weight_sync.kv_cache",
-    "cluster.layout",
-    "cluster.rollout_actors",
-    "cluster.engine.tensor_parallel_size",
-    "cluster.engine.max_num_seqs",
-    "seed",
-)
+SETTINGS = """
+model.path model.dtype model.lora task.name task.train task.eval task.rewards
+rollout.rollout_batch_size rollout.group_size rollout.prompt_length rollout.response_length
+rollout.temperature replay.max_staleness replay.order replay.on_stale
+replay.filter_groups.enable algorithm.adv_estimator algorithm.policy_loss
+algorithm.clip_ratio_low algorithm.clip_ratio_high algorithm.clip_schedule algorithm.anchor
+algorithm.importance.level algorithm.importance.mode algorithm.loss_agg_mode
+algorithm.use_kl_loss algorithm.kl_loss_coef learner.ranks learner.zero_stage learner.lr
+learner.ppo_epochs learner.ppo_mini_batch_size learner.tokens_per_micro_batch
+weight_sync.backend weight_sync.every_steps weight_sync.kv_cache cluster.layout
+cluster.rollout_actors cluster.engine.tensor_parallel_size cluster.engine.max_num_seqs seed
+"""
+"""What of the configuration is shown first."""
 _FAULT = re.compile(
     r"\b(died|dies|killed|lost|dropped|restart|started again|takes its "
     r"place|took|gone|silent|stalled|discard\w*|set aside|resumed|repeat\w*|SIGTERM|SIGINT"
@@ -172,7 +142,7 @@ def _accuracy(data: RunData) -> list[tuple[str, str]]:
 
 def settings(data: RunData) -> list[tuple[str, str]]:
     """List the configuration's main points that are set."""
-    found = [(name, data.setting(name)) for name in SETTINGS]
+    found = [(name, data.setting(name)) for name in SETTINGS.split()]
     return [(name, _plain(value)) for name, value in found if value not in (None, {}, [])]
 
 
@@ -250,7 +220,6 @@ def _short(text: str) -> str:
 
 
 def _rewards(row: dict[str, Any]) -> dict[str, Any]:
-    """Give the row a column for each reward component."""
     rewards = row.get("rewards")
     if isinstance(rewards, str):
         try:

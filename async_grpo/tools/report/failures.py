@@ -6,7 +6,7 @@ frames of the newest groups in the journal, which know when each episode ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_grpo.errors import RunError
 from async_grpo.replay.history import Stretch
@@ -45,8 +45,7 @@ _STATUS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SlowEpisode:
+class SlowEpisode(NamedTuple):
     """An episode: seconds from its ticket to its end, and what it said meanwhile."""
 
     seconds: float
@@ -106,19 +105,8 @@ def _episodes(meta: GroupMeta) -> list[SlowEpisode]:
     found = []
     for number, places in enumerate(meta.places):
         ended = meta.times.get(f"{EPISODE_END}{number}")
-        if ended is None:
-            continue
-        row = joined([meta.rows[place] for place in places])
-        found.append(
-            SlowEpisode(
-                ended - begun,
-                meta.group_id,
-                number,
-                row.turns,
-                row.length,
-                row.finish_reason,
-                row.verdict,
-                meta.actor_id,
-            )
-        )
+        if ended is not None:
+            row = joined([meta.rows[place] for place in places])
+            said = (row.turns, row.length, row.finish_reason, row.verdict, meta.actor_id)
+            found.append(SlowEpisode(ended - begun, meta.group_id, number, *said))
     return found

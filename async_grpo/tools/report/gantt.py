@@ -22,6 +22,8 @@ from async_grpo.tools.report.plots import BLUE, CAUSES, GREY, ORANGE, PURPLE, WI
 from async_grpo.wire.codec import WireError
 
 Span = tuple[float, float]
+Bars = tuple[list[Span], str, float, str]
+"""Spans, with their colour, its opacity, and what they are called."""
 UNSHOWN = "Engines and queue are not shown"
 STEPS, GROUPS = 10, 3000
 """Learner steps in the window by default; groups that are looked at, at most."""
@@ -40,7 +42,7 @@ class Window:
     scoring: dict[str, list[Span]] = field(default_factory=dict)
     ready: list[Span] = field(default_factory=list)
     publications: list[Span] = field(default_factory=list)
-    phases: list[tuple[float, float, str]] = field(default_factory=list)
+    phases: dict[str, list[Span]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -62,13 +64,14 @@ def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | Non
             if event["kind"] == "publication":
                 window.publications.append((begin, event["time"]))
             elif event["kind"] == "phase":
-                window.phases.append((begin, event["time"], str(event.get("text", ""))))
+                spans = window.phases.setdefault(str(event.get("text", "")), [])
+                spans.append((begin, event["time"]))
     lines = [(row, "eval/seconds", "evaluation") for row in data.evaluations]
     lines += [(row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints]
     for row, name, what in lines:
         begin = row.time - row.values.get(name, 0.0)
         if begin < min(row.time, window.end) and row.time > window.begin:
-            window.phases.append((begin, row.time, what))
+            window.phases.setdefault(what, []).append((begin, row.time))
     _groups(window, rows, data.directory / "journal")
     return window
 
@@ -152,9 +155,13 @@ def gantt(window: Window | None) -> Figure | None:
         _area(next(lanes), window, parts, actor)
     if window.ready:
         _area(next(lanes), window, [(window.ready, PURPLE, "ready")], "queue")
-    _learner(next(lanes), window)
+    learner: list[Bars] = [(spans, CAUSES[name], 1, name) for name, spans in window.learner.items()]
+    _bars(next(lanes), window, learner, "learner")
     if marks:
-        _marks(next(lanes), window)
+        published: list[Bars] = [(window.publications, BLUE, 0.8, "publication")]
+        coloured = zip((GREY, ORANGE, PURPLE), window.phases.items(), strict=False)
+        phases: list[Bars] = [(spans, one, 0.55, text[:24]) for one, (text, spans) in coloured]
+        _bars(next(lanes), window, published * bool(window.publications) + phases, "weights")
     for axis in axes:
         axis.set_xlim(0, window.end - window.begin)
         axis.grid(visible=True, axis="x")
@@ -196,25 +203,12 @@ def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[
     return [moment - window.begin for moment in times], counts
 
 
-def _learner(axis: Axes, window: Window) -> None:
-    for cause, spans in window.learner.items():
+def _bars(axis: Axes, window: Window, parts: list[Bars], label: str) -> None:
+    for spans, colour, alpha, name in parts:
         bars = [(begin - window.begin, end - begin) for begin, end in spans]
-        axis.broken_barh(bars, (0, 1), color=CAUSES[cause], label=cause, linewidth=0)
+        axis.broken_barh(bars, (0, 1), color=colour, alpha=alpha, label=name, linewidth=0)
     axis.set_yticks([])
-    _label(axis, "learner")
-
-
-def _marks(axis: Axes, window: Window) -> None:
-    if window.publications:
-        spans = [(begin - window.begin, end - begin) for begin, end in window.publications]
-        axis.broken_barh(spans, (0, 1), color=BLUE, alpha=0.8, label="publication", linewidth=0)
-    texts = dict.fromkeys(text for _, _, text in window.phases)
-    for colour, text in zip((GREY, ORANGE, PURPLE), texts, strict=False):
-        phases = [phase for phase in window.phases if phase[2] == text]
-        spans = [(begin - window.begin, end - begin) for begin, end, _ in phases]
-        axis.broken_barh(spans, (0, 1), color=colour, alpha=0.55, label=text[:24], linewidth=0)
-    axis.set_yticks([])
-    _label(axis, "weights")
+    _label(axis, label)
 
 
 def _label(axis: Axes, text: str) -> None:

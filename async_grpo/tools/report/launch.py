@@ -61,7 +61,4 @@ def write_report(run_dir: Path) -> tuple[Path | None, str]:
 
 
 def _failed(reason: str, run_dir: Path) -> str:
-    return (
-        f"the report could not be written ({reason}); to try again: python -m "
-        f"async_grpo.tools.report {run_dir}"
-    )
+    return f"the report could not be written ({reason}); to try again: async-grpo report {run_dir}"

@@ -8,7 +8,7 @@ with a sentence where the run has nothing to show in it.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_grpo.runtime.text import visible, without_password
@@ -131,16 +131,7 @@ def _picture(plot: Plot, svg: str | None, notes: Sequence[str]) -> str:
 def _samples(data: RunData) -> str:
     parts = []
     for heading, columns, rows in sample_sections(data):
-        kinds = ["text" if column in ("prompt", "response") else "" for column in columns]
-        lines = [
-            "".join(
-                f'<td class="{kind}"><div>{_text(cell)}</div></td>'
-                for kind, cell in zip(kinds, row, strict=True)
-            )
-            for row in rows
-        ]
-        cells = "".join(f"<tr>{line}</tr>" for line in lines)
-        parts.append(f"<h3>{_text(heading)}</h3>" + _table(columns, cells))
+        parts.append(f"<h3>{_text(heading)}</h3>" + _table(columns, rows))
     return "".join(parts) or f"<p>{NO_SAMPLES}</p>"
 
 
@@ -154,40 +145,26 @@ def _failures(data: RunData) -> str:
             "async-grpo inspect RUN_DIR --state failed. Held-out ones count as wrong. Requests are "
             "those of programs and workers, and the answers that they got instead."
         )
-        rows = "".join(_row(*one) for one in kinds)
-        parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), rows)]
+        parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), kinds)]
     if slow:
-        columns = ("seconds", "group", "episode", "turns", "sampled tokens", "ended by", "verdict")
-        rows = "".join(
-            _row(
-                f"{one.seconds:.1f}",
-                one.group_id,
-                one.number,
-                one.turns,
-                one.sampled,
-                one.finish_reason,
-                "" if one.verdict is None else f"{one.verdict:g}",
-                one.actor_id,
-            )
-            for one in slow
-        )
+        named = "group, episode, turns, sampled tokens, ended by, verdict, actor"
+        columns = ("seconds", *named.split(", "))
+        rows = [
+            (f"{seconds:.1f}", *said, "" if verdict is None else f"{verdict:g}", actor)
+            for seconds, *said, verdict, actor in slow
+        ]
         what = (
             "The slowest of the newest episodes, from the ticket of their group to their end; one "
             "in full: async-grpo inspect RUN_DIR --group GROUP."
         )
-        parts += [f"<p>{_text(what)}</p>", _table((*columns, "actor"), rows)]
+        parts += [f"<p>{_text(what)}</p>", _table(columns, rows)]
     return "".join(parts)
-
-
-def _row(*cells: object) -> str:
-    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _restarts(data: RunData) -> str:
     counts, lines = restarts(data)
     summary = f"<p>{_text(counts)}</p>"
-    rows = "".join(f"<tr><td>{_text(when)}</td><td>{_text(what)}</td></tr>" for when, what in lines)
-    return summary + (_table(("when", "what"), rows) if lines else "")
+    return summary + (_table(("when", "what"), lines) if lines else "")
 
 
 def _configuration(data: RunData, config_text: str) -> str:
@@ -200,9 +177,18 @@ def _configuration(data: RunData, config_text: str) -> str:
     )
 
 
-def _table(columns: Sequence[str], rows: str) -> str:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table; prompts and responses, which may be long, in boxes that scroll."""
     head = "".join(f"<th>{_text(column)}</th>" for column in columns)
-    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+    boxes = [' class="text"' if column in ("prompt", "response") else "" for column in columns]
+    lines = (
+        "".join(
+            f"<td{box}><div>{_text(cell)}</div></td>" for box, cell in zip(boxes, row, strict=True)
+        )
+        for row in rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _text(text: object) -> str:

@@ -71,7 +71,7 @@ def learning(data: RunData) -> Figure | None:
     kept = [row for row in data.evaluations if "eval/accuracy_greedy" in row.values]
     if not steps and not kept:
         return None
-    figure, axes = _figure(2 if steps and kept else 1, share=bool(steps and kept))
+    figure, axes = _figure(2 if steps and kept else 1)
     if steps:
         axes[0].plot(steps, scores, color=BLUE, alpha=0.25, linewidth=0.8)
         axes[0].plot(steps, smooth(scores), color=BLUE, linewidth=1.8)
@@ -132,7 +132,7 @@ def rewards(data: RunData) -> Figure | None:
     ]
     if not parts:
         return None
-    figure, axes = _figure(len(parts), share=True)
+    figure, axes = _figure(len(parts))
     for axis, (curves, label) in zip(axes, parts, strict=True):
         _curves(axis, data, curves)
         axis.set_ylabel(label)
@@ -145,7 +145,7 @@ def episodes(data: RunData) -> Figure | None:
     if not data.series("rollout/turns")[0]:
         return None
     ends = {name for row in data.rows for name in row.values if name.startswith(_ENDED)}
-    figure, axes = _figure(2, share=True)
+    figure, axes = _figure(2)
     _curves(axes[0], data, {"mean": "rollout/turns", "most": "rollout/turns_max"})
     axes[0].set_ylabel("turns of an episode")
     shares = {name.removeprefix(_ENDED): name for name in sorted(ends)[: len(LAGS) - 1]}
@@ -162,7 +162,7 @@ def throughput(data: RunData) -> Figure | None:
     times = {"whole": "time/step", "waiting": "time/wait", "training": "time/train"}
     if not steps:
         return None
-    figure, axes = _figure(2, share=True)
+    figure, axes = _figure(2)
     axes[0].plot(steps, speeds, color=BLUE, alpha=0.25, linewidth=0.8)
     axes[0].plot(steps, smooth(speeds), color=BLUE, linewidth=1.6)
     axes[0].set_ylim(bottom=0)
@@ -209,7 +209,7 @@ def length_by_lag(data: RunData) -> Figure | None:
 
 def clip_and_ess(data: RunData) -> Figure | None:
     """Draw the share of clipped tokens and the effective sample size, by lag bucket."""
-    figure, axes = _figure(2, share=True)
+    figure, axes = _figure(2)
     clipped, sizes = _by_lag(axes[0], data, "pg_clipfrac"), _by_lag(axes[1], data, "ess")
     if not clipped and not sizes:
         return None
@@ -336,9 +336,9 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
-def _figure(count: int, *, share: bool = False) -> tuple[Figure, list[Axes]]:
+def _figure(count: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, 2.9 if count == 1 else 2.2 * count), layout="constrained")
-    axes = list(figure.subplots(count, 1, squeeze=False, sharex=share)[:, 0])
+    axes = list(figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0])
     for axis in axes:
         axis.grid(visible=True)
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -16,7 +16,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TextIO
 
 from async_grpo.agents.endpoint.player import ServedPlayer
@@ -26,7 +28,7 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import HasPlayers, Observation
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.observe.console.console import Console
-from async_grpo.rollout.engine.base import Sampling
+from async_grpo.rollout.generation import sampling_of
 from async_grpo.rollout.host import EngineHost
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem
@@ -90,16 +92,8 @@ async def _by_hand(
 async def _play(config: Config, player: ServedPlayer, problem: Problem, number: int) -> Shown:
     """Play one episode to its end, sampled as in training."""
     seen: list[ServedEpisode] = []
-    rollout, begun = config.rollout, time.monotonic()
-    sampling = Sampling(
-        n=1,
-        max_tokens=rollout.response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        repetition=rollout.repetition,
-    )
-    failed = None
+    rollout, begun, failed = config.rollout, time.monotonic(), None
+    sampling = replace(sampling_of(rollout, {}), repetition=rollout.repetition)
     try:
         await player.play(problem, sampling, seed=number, watch=seen.append)
     except EnvironmentFailed as error:
@@ -116,12 +110,30 @@ class _Hand:
         self.stopped = False
         self.open_episodes = 0
 
-    def listening(self) -> _Listening:
-        """Listen to lines and signals inside."""
-        return _Listening(self._end)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to lines of standard input, and to signals, inside."""
+        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
 
-    def _end(self, *, all_of_them: bool) -> None:
-        self.stopped = self.stopped or all_of_them
+        def line() -> None:
+            if not os.read(sys.stdin.fileno(), 4096):  # its end: signals alone from now on
+                loop.remove_reader(sys.stdin.fileno())
+            else:
+                self._ended.set()
+
+        for number in signals:
+            loop.add_signal_handler(number, self._stop)
+        with suppress(OSError, ValueError):  # a file, or none: then signals alone
+            loop.add_reader(sys.stdin.fileno(), line)
+        try:
+            yield
+        finally:
+            loop.remove_reader(sys.stdin.fileno())
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.stopped = True
         self._ended.set()
 
     async def run(
@@ -137,29 +149,3 @@ class _Hand:
             )
             await self._ended.wait()
         return Observation("env_done", done=True)
-
-
-class _Listening:
-    """Ends of lines on standard input, and signals, inside a `with`."""
-
-    def __init__(self, told: Callable[..., None]) -> None:
-        self._told, self._loop = told, asyncio.get_running_loop()
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, lambda: self._told(all_of_them=True))
-        try:
-            self._loop.add_reader(sys.stdin.fileno(), self._line)
-        except (OSError, ValueError):  # a file, or none: then signals alone
-            return
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.remove_reader(sys.stdin.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    def _line(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):  # its end: signals alone from now on
-            self._loop.remove_reader(sys.stdin.fileno())
-        else:
-            self._told(all_of_them=False)
