@@ -34,6 +34,7 @@ from tests.support.models import write_model
 from tests.support.verbs import check, train
 
 ROOT = Path(__file__).resolve().parents[3]
+PLAIN = {"dtype": torch.float32, "trust_remote_code": False, "float32_head": False}
 SEVEN = Shape(
     parameters=7_000_000_000,
     trained=7_000_000_000,
@@ -78,9 +79,8 @@ def test_the_cache_of_an_engine() -> None:
     )
     need = engine_memory(config, SEVEN, device="cuda", kv_cache_gb=20)
     assert need.weights == SEVEN.parameters  # half of two bytes each
-    assert (
-        need.kv_token == 2 * 32 * 4 * 128 * 2
-    )  # keys and values, layers, heads of one GPU, size of a head, bytes
+    # keys and values, layers, heads of one GPU, size of a head, bytes
+    assert need.kv_token == 2 * 32 * 4 * 128 * 2
     assert need.rows(need.kv_cache) == 20 * 2**30 // (need.kv_token * 8192)
 
 
@@ -94,13 +94,7 @@ def test_parameters_are_counted_without_weights(model, settings) -> None:
 
     config = config_of(model={"path": model, **settings})
     shape = shape_of(config, model)
-    real = load_model(
-        model,
-        dtype=torch.float32,
-        gradient_checkpointing=False,
-        trust_remote_code=False,
-        float32_head=False,
-    )
+    real = load_model(model, gradient_checkpointing=False, **PLAIN)
     assert shape.parameters == sum(parameter.numel() for parameter in real.parameters())
     adapters.restrict(real.hf, config.model, seed=0, base=model)
     counts = [
@@ -108,13 +102,8 @@ def test_parameters_are_counted_without_weights(model, settings) -> None:
         for kind in (True, False)
     ]
     assert [shape.trained, shape.frozen] == counts
-    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.vocabulary) == (
-        2,
-        64,
-        1,
-        32,
-        100,
-    )
+    sizes = (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.vocabulary)
+    assert sizes == (2, 64, 1, 32, 100)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -122,30 +111,20 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
     """Measured on saved tensors; the estimate may be too high by half, since it stands for models
     with wider heads too, and hardly too low.
     """
-    policy = load_model(
-        model,
-        dtype=torch.float32,
-        gradient_checkpointing=checkpointing,
-        trust_remote_code=False,
-        float32_head=False,
-    )
+    policy = load_model(model, gradient_checkpointing=checkpointing, **PLAIN)
     policy.train()
     packed = pack(
         [response_row(torch.arange(8).numpy(), torch.arange(248).numpy() % 100)] * 16,
         torch.device("cpu"),
     )
-    weights, kept = (
-        {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()},
-        {},
-    )
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # the tensor, so that its address is not used again
+            # the tensor, so that its address is not used again
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -176,30 +155,23 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
 @pytest.mark.parametrize("budget", [256, 700, 5000])
 def test_as_many_tokens_are_counted_as_a_micro_batch_can_hold(ranks: int, budget: int) -> None:
     """Responses of one prompt share it; none longer than the settings allow."""
-    rollout = {"prompt_length": 100, "response_length": 28, "group_size": 8}
-    config = config_of(
-        learner={"ranks": ranks, "tokens_per_micro_batch": budget},
-        rollout=rollout | {"rollout_batch_size": 4},
-    )
+
+    def counted(tokens: int, *, groups: int, **learner: int) -> int:
+        rollout = {"prompt_length": 100, "response_length": 28, "group_size": 8}
+        config = config_of(
+            learner={"tokens_per_micro_batch": tokens, **learner},
+            rollout=rollout | {"rollout_batch_size": groups},
+        )
+        return activation_bytes(config, SEVEN, size=4)
+
     rows = [(group, 100, 28) for group in range(4) for _ in range(8)]
     most = 0
     for batches in deal(rows, ranks=ranks, token_budget=budget):
         for batch in batches:
             prompts = {rows[at][0] for at in batch}
             most = max(most, 100 * len(prompts) + 28 * len(batch))
-    counted = activation_bytes(config, SEVEN, size=4)
-    held = [
-        activation_bytes(
-            config_of(
-                learner={"tokens_per_micro_batch": tokens},
-                rollout=rollout | {"rollout_batch_size": 999},
-            ),
-            SEVEN,
-            size=4,
-        )
-        for tokens in (most, 2 * most)
-    ]
-    assert 0.8 * held[0] < counted < held[1]
+    low, high = (counted(tokens, groups=999) for tokens in (most, 2 * most))
+    assert 0.8 * low < counted(budget, groups=4, ranks=ranks) < high
 
 
 STATES = """

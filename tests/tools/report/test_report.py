@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -33,21 +34,8 @@ from tests.support import verbs
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
-SECTIONS = [
-    "learning",
-    "rewards",
-    "throughput",
-    "lag",
-    "length_by_lag",
-    "clip_ess",
-    "health",
-    "goodput",
-    "timeline",
-    "samples",
-    "failures",
-    "restarts",
-    "configuration",
-]
+PICTURES = ["learning", "rewards", "throughput", "lag", "length_by_lag", "clip_ess", "health"]
+SECTIONS = [*PICTURES, "goodput", "timeline", "samples", "failures", "restarts", "configuration"]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
 
 
@@ -89,6 +77,11 @@ def row(step: int, when: float) -> dict[str, Any]:
     }
 
 
+def write(file: Path, rows: Iterable[dict[str, Any]], *, end: str = "") -> None:
+    """Rows as JSON, a line each."""
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows) + end)
+
+
 def make_run(directory: Path, *, steps: int = 60) -> Path:
     """A run directory as a run would leave it, without a journal; step 30 on was taken back
     once.
@@ -100,44 +93,17 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     ]
     rows += [row(step, start + step * 0.5) | {"rollout/score": -9.0} for step in range(1, 41)]
     rows += [row(step, start + 20 + step * 0.5) for step in range(30, steps + 1)]
-    rows.insert(
-        30,
-        {
-            "step": 25,
-            "time": start + 12,
-            "eval/accuracy_greedy": 0.7,
-            "eval/accuracy_greedy/low": 0.6,
-            "eval/accuracy_greedy/high": 0.8,
-        },
-    )
-    rows.append(
-        {"step": 41, "time": start + 41, "checkpoint/seconds": 0.5, "time/checkpoint_stall_s": 0.1}
-    )
-    rows.append(
-        {"step": steps, "time": start + 20 + steps, "goodput/held": 0.0, "goodput/unused": 3000.0}
-    )
-    rows.append(
-        {
-            "step": steps,
-            "time": start + 20 + steps,
-            "eval/accuracy_greedy": 0.9,
-            "eval/pass@4": 0.95,
-        }
-    )
-    (directory / "metrics.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in rows) + '{"step": 99, "ti'
-    )
-    samples = [
-        {
-            "step": step,
-            "prompt": f"1+{step}=",
-            "response": EVIL,
-            "rewards": "{'correct': 1.0, 'form': 0.5}",
-            "verdict": 1.0,
-        }
-        for step in (0, 25, steps)
-    ]
-    (directory / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    accuracy = {"": 0.7, "/low": 0.6, "/high": 0.8}
+    middle = {f"eval/accuracy_greedy{part}": value for part, value in accuracy.items()}
+    rows.insert(30, {"step": 25, "time": start + 12} | middle)
+    rows.append({"step": 41, "time": start + 41, "checkpoint/seconds": 0.5})
+    last = {"step": steps, "time": start + 20 + steps}
+    rows.append(last | {"goodput/held": 0.0, "goodput/unused": 3000.0})
+    rows.append(last | {"eval/accuracy_greedy": 0.9, "eval/pass@4": 0.95})
+    write(directory / "metrics.jsonl", rows, end='{"step": 99, "ti')
+    said = {"response": EVIL, "rewards": "{'correct': 1.0, 'form': 0.5}", "verdict": 1.0}
+    samples = ({"step": step, "prompt": f"1+{step}="} | said for step in (0, 25, steps))
+    write(directory / "samples.jsonl", samples)
     (directory / "config.yaml").write_text(
         f"run: {{name: mine}}\nreplay: {{max_staleness: 4}}\nlearner: {{lr: 0.001}}\ntask: "
         f"{{name: '{EVIL[:25]}'}}\n"
@@ -217,7 +183,7 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
     assert page.requests == [] and "script" not in {
         tag for tags in page.tags.values() for tag in tags
     }
-    assert [name for name in SECTIONS[:7] if "svg" not in page.tags[name]] == []
+    assert [name for name in PICTURES if "svg" not in page.tags[name]] == []
     assert len(page.ids) == len(set(page.ids)), "two pictures share a name"
     assert (
         "default-src 'none'" in text
@@ -241,7 +207,7 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
 
 
 def test_every_picture_is_a_file_too(run_dir: Path) -> None:
-    for name in SECTIONS[:7]:
+    for name in PICTURES:
         data = (run_dir / "report" / f"{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5000, name
 
@@ -293,12 +259,9 @@ def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
 
 
 def test_a_long_run_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:
-    with open(tmp_path / "metrics.jsonl", "w") as file:
-        file.writelines(
-            json.dumps({"step": step, "time": float(step), "time/step": 1.0, "rollout/score": 1.0})
-            + "\n"
-            for step in range(1, 10_002)
-        )
+    each = {"time/step": 1.0, "rollout/score": 1.0}
+    steps = ({"step": step, "time": float(step)} | each for step in range(1, 10_002))
+    write(tmp_path / "metrics.jsonl", steps)
     rows = read_run(tmp_path).rows
     assert ROWS / 2 <= len(rows) <= ROWS + 1 and rows[-1].step == 10_001
     gaps = {later.step - earlier.step for earlier, later in pairwise(rows[1:-1])}
@@ -320,12 +283,11 @@ def test_a_policy_that_swings_around_old_data_is_told_of(
 ) -> None:
     old = {"train/lag_max": lag, "train/lag_mean": lag, "time/step": 1.0}
     shares = [0.6] * 40 + [third] * 20 + [last] * 20
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps(old | {"step": step, "time": float(step), "train/ess": share}) + "\n"
-            for step, share in enumerate(shares, 1)
-        )
+    rows = (
+        old | {"step": step, "time": float(step), "train/ess": share}
+        for step, share in enumerate(shares, 1)
     )
+    write(tmp_path / "metrics.jsonl", rows)
     text = swings(read_run(tmp_path))
     assert ("does not come back" in text and f"{last:.0%} in the last" in text) == said
     assert bool(text) == said
@@ -348,9 +310,7 @@ def test_the_window_tells_what_the_learner_did_when(run_dir: Path) -> None:
             and train == pytest.approx((wait[1], wait[1] + 0.25))
         )
         assert publish[1] == pytest.approx(each.time)
-    assert "no journal" in window.notes[0] and [text for _, _, text in window.phases] == [
-        "checkpoint"
-    ]
+    assert "no journal" in window.notes[0] and list(window.phases) == ["checkpoint"]
     assert read_window(data, steps=(500, 510)) is None
 
 
@@ -386,7 +346,7 @@ def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
     for line in lines:
         line |= {"rollout/turns": 2.5, "rollout/turns_max": 4.0, "rollout/sampled_share": 0.6}
         line |= {"rollout/ended/env_done": 0.9, "rollout/ended/length": 0.1}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(run / "metrics.jsonl", lines)
     assert verbs.report([str(run)]) == 0
     page = Page((run / "report" / "report.html").read_text(encoding="utf-8"))
     assert list(page.sections) == [*SECTIONS[:2], "episodes", *SECTIONS[2:]]
@@ -432,28 +392,6 @@ def test_the_process_that_trains_never_imports_matplotlib() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
-BROWSERS = [
-    path
-    for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-    if (path := shutil.which(name))
-]
-
-
-@pytest.mark.skipif(
-    not BROWSERS, reason="no Chromium is installed here; the parser has checked the page"
-)
-def test_a_browser_opens_it(run_dir: Path) -> None:
-    page = run_dir / "report" / "report.html"
-    done = subprocess.run(
-        [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert all(f'<section id="{name}">' in done.stdout for name in SECTIONS)
-
-
 async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
     """Two actors, three steps of two groups; what the window says of each group is what its frame
     and its step say.
@@ -465,18 +403,10 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         for actor in ("actor-0.0", "actor-1.0"):
             [ticket] = await queue.acquire(actor, step - 1, [], 1)
             begin = 100.0 * step + ticket.group_id
-            times[ticket.group_id] = (
-                actor,
-                {
-                    "queued": begin,
-                    "first_token": begin + 1,
-                    "done": begin + 20,
-                    "scored": begin + 25,
-                },
-            )
-            verdicts = await queue.put(
-                actor, [frame_of(ticket, actor=actor, times=times[ticket.group_id][1])]
-            )
+            after = {"queued": 0, "first_token": 1, "done": 20, "scored": 25}
+            known = {name: begin + seconds for name, seconds in after.items()}
+            times[ticket.group_id] = (actor, known)
+            verdicts = await queue.put(actor, [frame_of(ticket, actor=actor, times=known)])
             assert verdicts[0].status == "accepted"
         batch = await queue.get_batch(step)
         taken |= {meta.group_id: 100.0 * step + 40 for meta in batch.groups}
@@ -487,7 +417,7 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         await queue.get_batch(step + 1)
         await queue.live(step)
     await queue.close()
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write(tmp_path / "metrics.jsonl", rows)
     window = read_window(read_run(tmp_path), steps=(2, 3))
     shown = {group_id: each for group_id, each in times.items() if each[1]["scored"] > window.begin}
     assert window.notes == [] and (window.begin, window.end) == (210.0, 390.0)
@@ -516,10 +446,11 @@ def test_failures_are_listed_by_reason_with_what_they_mean(tmp_path: Path, run_d
         "rollout/requests/answered": 99.0,
     }
     when = time.time()
-    with open(run / "metrics.jsonl", "w") as file:
-        for step in (1, 2):
-            share = {name: value * step / 2 for name, value in totals.items()}
-            file.write(json.dumps(row(step, when + step) | share) + "\n")
+    rows = (
+        row(step, when + step) | {name: value * step / 2 for name, value in totals.items()}
+        for step in (1, 2)
+    )
+    write(run / "metrics.jsonl", rows)
     data = read_run(run)
     assert [(kind, count) for kind, count, _ in failures(data)] == [
         ("episode: lease", "1,204"),
@@ -549,7 +480,7 @@ async def test_the_slowest_episodes_come_from_the_journal(tmp_path: Path) -> Non
         rows.append(row(step, 200.0 + step))
         await queue.live(step)
     await queue.close()
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write(tmp_path / "metrics.jsonl", rows)
     found = slowest(read_run(tmp_path))
     assert [(one.seconds, one.group_id, one.number) for one in found] == [
         (8.5, 0, 1),
