@@ -158,9 +158,7 @@ for _entry in re.split(r"\n(?=\S)", _NAMES.strip()):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. keys: patterns of the ends of dotted paths, of whole ones behind `^`; when: for
-    which values it is.
-    """
+    """An answer. keys: patterns, as `matches` takes them; when: for which values it is."""
 
     peers: str
     keys: str
@@ -258,11 +256,15 @@ ANSWERS = (
 
 def answer(path: Sequence[str], value: Any) -> str:
     """Say what to do about an unknown key, "" where nothing special is known."""
-    whole = ".".join(path)
     for one in ANSWERS:
-        if one.when is not None and not one.when(value):
-            continue
-        for pattern in one.keys.split():
-            if fnmatchcase(whole, pattern.removeprefix("^")) or fnmatchcase(whole, f"*.{pattern}"):
-                return f"`{path[-1]}`: {one.says}."
+        if (one.when is None or one.when(value)) and matches(one.keys, ".".join(path)):
+            return f"`{path[-1]}`: {one.says}."
     return ""
+
+
+def matches(patterns: str, key: str) -> bool:
+    """Whether a dotted key ends like one of the patterns, or is like one behind `^`."""
+    return any(
+        fnmatchcase(key, one.removeprefix("^")) or fnmatchcase(key, f"*.{one}")
+        for one in patterns.split()
+    )

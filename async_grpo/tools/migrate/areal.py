@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import Outcome, Settings, number, text, whole
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import number, text, whole
 
 
 def _mini_batch(value: Any, source: Source) -> Outcome:
@@ -34,11 +33,6 @@ def _anchor(source: Source) -> str:
     return "interpolated" if loglinear else "recomputed"
 
 
-def _importance(level: str, mode: str, upper: float) -> dict[str, Any]:
-    found = {"level": level, "mode": mode, "upper": upper}
-    return {f"algorithm.importance.{name}": value for name, value in found.items()}
-
-
 def _rejected(value: Any, source: Source) -> Outcome:
     def of(key: str, default: Any) -> Any:
         return source.find(f"actor.rejection_sampling.{key}", default)
@@ -56,9 +50,9 @@ def _rejected(value: Any, source: Source) -> Outcome:
     if level is None or mode is None:
         return "allowed are token and sequence, mean and sum, mask and clamp"
     lower = source.number("actor.rejection_sampling.lower", 0.0)
-    found = _importance(level, mode, source.number("actor.rejection_sampling.upper", 5.0))
+    upper = source.number("actor.rejection_sampling.upper", 5.0)
     note = "the geometric mean decides and weighs there" if level == "geometric" else ""
-    return found | {"algorithm.importance.lower": lower}, note
+    return rule.importance(level=level, mode=mode, upper=upper, lower=lower), note
 
 
 def _norms(source: Source, which: str) -> tuple[str, str]:
@@ -205,7 +199,8 @@ _RULES = (
     rule.by("^actor.use_decoupled_loss ^actor.recompute_logprob ^actor.prox_logp_method",
             lambda value, source: ({"algorithm.anchor": _anchor(source)}, _TOGETHER)),
     rule.by("^actor.behav_imp_weight_cap", lambda value, source: (
-        _importance("token", "mask", number(value)), rule.spoken("behav_imp_weight_cap", value)))
+        rule.importance(level="token", mode="mask", upper=number(value)),
+        rule.spoken("behav_imp_weight_cap", value)))
     .when(_decoupled, "of the decoupled loss, which is off"),
     rule.by("^actor.rejection_sampling ^actor.rejection_sampling.*", _rejected),
     rule.ratio_level("^actor.importance_sampling_level", "sequence", _one_ratio,
@@ -267,7 +262,6 @@ _RULES = (
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what AReaL does where a file says nothing, and we do not."""
     own = "AReaL's default"
     batch = int(source.number("train_dataset.batch_size", 1))
     low = source.number("actor.eps_clip", 0.2)

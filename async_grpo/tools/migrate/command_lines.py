@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from async_grpo.config import yaml12
 from async_grpo.errors import SetupError
-from async_grpo.tools.migrate.interpolation import scalar
 from async_grpo.tools.migrate.shell import ShellScript
 
 PROGRAMS = ("openrlhf", "verl", "roll", "start_rlvr_pipeline", "recipe", "areal", "prime_rl", "trl")
@@ -157,6 +157,15 @@ def _without_redirections(words: list[str]) -> Iterator[str]:
 def _value(words: list[str]) -> Any:
     values = [_scalar(word) for word in words]
     return (values[0] if len(values) == 1 else values) if values else True
+
+
+def scalar(text: str) -> Any:
+    """Return what YAML makes of a text, the text itself where that is nothing."""
+    try:
+        value, _ = yaml12.read(text)
+    except yaml12.YamlError:
+        return text.strip()
+    return value
 
 
 def _scalar(text: str) -> Any:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import Outcome, Settings, boolean, groups_of, number, pair, whole
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import boolean, groups_of, number, pair, whole
 
 _NO_CAP = 1e9
 """Above the ratio that the clamped logarithm can give."""
@@ -122,13 +121,11 @@ def _correction(value: Any, source: Source) -> Outcome:
     mode = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": ""}.get(name)
     if mode is None:
         return "allowed are tis, icepop and seq-mask-tis"
-    found: dict[str, Any] = {"algorithm.importance.level": "token"}
     if not mode:
         kept = {"score": "w", "reduce": "mean", "lower": low, "upper": high}
-        found |= {"algorithm.importance.upper": _NO_CAP, "algorithm.rejection": [kept]}
+        found = rule.importance(level="token", upper=_NO_CAP) | {"algorithm.rejection": [kept]}
         return found, "responses by the geometric mean; weights of tokens are not clamped there"
-    found |= {"algorithm.importance.mode": mode, "algorithm.importance.lower": low}
-    found |= {"algorithm.importance.upper": high}
+    found = rule.importance(level="token", mode=mode, lower=low, upper=high)
     return found, f"{name}: weights between engine and learner"
 
 
@@ -250,7 +247,6 @@ local_rank use_ms perf full_determinism -- {rule.PROCESSES}
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what OpenRLHF does where a command says nothing, and we do not."""
     own, size = "OpenRLHF's default", _group_size(source)
     prompt, response = _lengths(source)
     yield {

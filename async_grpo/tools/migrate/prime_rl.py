@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import Outcome, Settings, groups_of, number, whole
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import groups_of, number, whole
 
 _SIZE = "rollouts_per_example"
 _UNSCALED = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False}
@@ -107,7 +106,6 @@ weight_broadcast.* rollout_transport.* *client.* tenant* ^deployment.* ^slurm.* 
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what prime-rl does where a file says nothing, and we do not."""
     own, size = "prime-rl's default", source.number(_SIZE, 1)
     yield {"rollout.group_size": int(size), "learner.betas": [0.9, 0.999],
            "learner.weight_decay": 0.01, "replay.max_staleness": 8}, own  # fmt: skip

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import Outcome, Settings, boolean, groups_of, number, whole
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import boolean, groups_of, number, whole
 
 _RANGE = re.compile(r"list\(range\((?:(\d{1,5}),)?(\d{1,5})\)\)")
 _TRAINING = "actor_train.training_args"
@@ -288,7 +287,6 @@ validation.* -- evaluations here are greedy, and `evaluation.n` sampled
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what ROLL does where a file says nothing, and we do not."""
     own, clip = "ROLL's default", source.number("pg_clip", 0.2)
     yield {
         "run.total_steps": 500, "checkpoint.every_steps": 50, "rollout.rollout_batch_size": 128,

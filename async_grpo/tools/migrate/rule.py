@@ -12,22 +12,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 from async_grpo.config.docs import options, settings, show
-from async_grpo.tools.migrate.answers import PEERS, answer
-from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import (
-    Untranslatable,
-    boolean,
-    natural,
-    number,
-    text,
-    texts,
-    whole,
-)
+from async_grpo.tools.migrate.answers import PEERS, answer, matches
+from async_grpo.tools.migrate.source import TRUE, Source
 
 Settings = Mapping[str, Any]
 Outcome = Settings | tuple[Settings, str] | str
@@ -39,21 +29,12 @@ Condition = Callable[[Source], bool]
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What becomes of the keys that end like one of the patterns (behind `^`: are like it)."""
+    """What becomes of the keys that match one of the patterns (`answers.matches`)."""
 
     keys: str
     convert: Convert
     ours: str = ""
     """The setting, where it is always the same one."""
-
-    def matches(self, key: str) -> bool:
-        """Whether the rule is about the key."""
-        for pattern in self.keys.split():
-            if fnmatchcase(key, pattern.removeprefix("^")):
-                return True
-            if not pattern.startswith("^") and fnmatchcase(key, f"*.{pattern}"):
-                return True
-        return False
 
     def outcome(self, value: Any, source: Source) -> tuple[Settings, str]:
         """Return what the key sets, and the note; nothing, and the reason."""
@@ -91,13 +72,13 @@ class Peer:
 
     def marks(self, source: Source) -> int:
         """Count the signs by which the file is one of this system."""
-        signs = [none(sign, "") for sign in self.signs.split()]
-        found = sum(any(sign.matches(key) for key in source.given) for sign in signs)
+        signs = self.signs.split()
+        found = sum(any(matches(sign, key) for key in source.given) for sign in signs)
         return found + 10 * any(part in source.program for part in self.programs)
 
     def rule(self, key: str) -> KeyRule | None:
         """Return the first rule that is about the key."""
-        return next((rule for rule in self.rules if rule.matches(key)), None)
+        return next((rule for rule in self.rules if matches(rule.keys, key)), None)
 
 
 def given(*keys: str) -> Condition:
@@ -108,6 +89,73 @@ def given(*keys: str) -> Condition:
 def on(*keys: str) -> Condition:
     """Return the condition that one of the keys is true."""
     return lambda source: source.on(*keys)
+
+
+# ---- values, read strictly: what is none raises Untranslatable, which says so ----
+
+FALSE = ("false", "no", "off", "0", "none")
+
+
+class Untranslatable(Exception):
+    """The value has no counterpart; the text says why."""
+
+
+def boolean(value: Any) -> bool:
+    """Return a boolean, also of text. Raises Untranslatable."""
+    if (word := str(value).lower()) not in TRUE + FALSE:
+        raise Untranslatable(f"{show(value)} is not true or false")
+    return word in TRUE
+
+
+def number(value: Any) -> float:
+    """Return a finite number, also of text. Raises Untranslatable."""
+    if not isinstance(value, bool):
+        try:
+            result = float(value)
+        except (TypeError, ValueError, OverflowError):
+            result = math.nan
+        if math.isfinite(result):
+            return value if isinstance(value, int | float) else result
+    raise Untranslatable(f"{show(value)} is not a number")
+
+
+def whole(value: Any) -> int:
+    """Return an integer. Raises Untranslatable."""
+    result = number(value)
+    if result != int(result):
+        raise Untranslatable(f"{show(value)} is not an integer")
+    return int(result)
+
+
+def natural(value: Any) -> int:
+    """Return an integer, 0 for those below, which elsewhere mean never or all."""
+    return max(0, whole(value))
+
+
+def pair(value: Any) -> tuple[float, float]:
+    """Return two numbers of a list, or of `lo_hi`. Raises Untranslatable."""
+    parts = value.split("_") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise Untranslatable(f"{show(value)} is not a pair of numbers")
+    return number(parts[0]), number(parts[1])
+
+
+def text(value: Any) -> str:
+    """Return a text. Raises Untranslatable."""
+    if not isinstance(value, str) or not value.strip():
+        raise Untranslatable(f"{show(value)} is not a text")
+    return value.strip()
+
+
+def texts(value: Any) -> list[str]:
+    """Return the texts of a list, or of one text with commas or spaces. Raises Untranslatable."""
+    parts = value if isinstance(value, list) else re.split(r"[\s,]+", text(value))
+    return [text(part) for part in parts]
+
+
+def groups_of(rows: float, group_size: float) -> int:
+    """Return how many groups so many rows are, at least 1; parts of groups count as one."""
+    return max(1, math.ceil(rows / max(1, group_size)))
 
 
 # ---- rules of any kind ----
@@ -354,6 +402,11 @@ def share_of_steps(keys: str, updates: Callable[[Source], float]) -> KeyRule:
         return found, "a share of all steps there, updates here"
 
     return by(keys, convert)
+
+
+def importance(**found: Any) -> dict[str, Any]:
+    """Return settings of `algorithm.importance`."""
+    return {f"algorithm.importance.{name}": value for name, value in found.items()}
 
 
 def interval(source: Source, low: str, high: str, both: str = "") -> Settings:

@@ -89,7 +89,6 @@ def _complete(draft: Draft) -> None:
 
 
 def _drop_options(draft: Draft) -> None:
-    """Leave options of what is not chosen."""
     for name in [name for name in draft.kept if name in options()]:
         setting, chosen, _ = name.rsplit(".", 2)
         if draft.value(setting) != chosen:

@@ -147,7 +147,6 @@ class ShellScript:
         return self._depth > 0 or not self._alone
 
     def _set(self, name: str, values: list[str], *, added: bool) -> None:
-        """Set the elements of a variable, or add to them."""
         elements = self._variables.get(name, [])
         before = " ".join(elements[-_SHOWN:])
         elements = elements if added else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from async_grpo.config import yaml12
 from async_grpo.config.docs import single_line
 from async_grpo.errors import SetupError
 from async_grpo.tools.migrate import command_lines
-from async_grpo.tools.migrate.interpolation import resolve_all
-from async_grpo.tools.migrate.values import TRUE
 
+TRUE = ("true", "yes", "on", "1")
+"""Words of YAML 1.1, in lower case."""
 LARGEST_BYTES, MOST_KEYS = 2**20, 5_000
 """Sizes beyond which a file is no configuration."""
 _NUMBER = re.compile(r"\s*[-+]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][-+]?\d{1,3})?\s*")
@@ -29,12 +29,11 @@ _NUMBER = re.compile(r"\s*[-+]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][-+]?\d{1,
 
 @dataclass(frozen=True)
 class Source:
-    """A configuration of another system, flat. kind: `yaml`, `toml` or `command`; program: what the
-    command starts; left: what counts for nothing there, as (key, value, reason).
+    """A configuration of another system, flat. program: what its command starts; left: what counts
+    for nothing there, as (key, value, reason).
     """
 
     name: str
-    kind: str
     given: Mapping[str, Any]
     program: str = ""
     left: tuple[tuple[str, Any, str], ...] = ()
@@ -86,7 +85,7 @@ def read_source(path: Path) -> Source:
         given[key] = value
     values, unresolved = resolve_all(given)
     name, left = single_line(path.name), tuple(line.left)
-    return Source(name, kind, values, line.program, left, frozenset(unresolved))
+    return Source(name, values, line.program, left, frozenset(unresolved))
 
 
 def text_of(path: Path) -> str:
@@ -150,3 +149,76 @@ def _flat(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
         if count > MOST_KEYS:
             raise SetupError(f"{path} has more than {MOST_KEYS:,} keys, which is no configuration.")
         yield re.sub(r"\s", "_", key), value
+
+
+# ---- references between keys, as hydra writes them: `${data.max_prompt_length}`, `${.n}`,
+# `${oc.env:HOME,/tmp}`; and `???`, a value that is missing. OmegaConf would look into the
+# environment of this machine, and give up at a reference that leads out of the file.
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_MISSING = object()
+_LONGEST = 10_000
+"""Characters of a value, references replaced."""
+
+
+def resolve_all(given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the values with their references replaced, and the keys where one could not be: of
+    what refers to itself, to the environment, or to something that the file does not hold.
+    """
+    done: dict[str, Any] = {}
+    values = {key: _value(key, given, done, set()) for key in given}
+    return values, {key for key, value in values.items() if _is_open(value)}
+
+
+def _is_open(value: Any) -> bool:
+    parts = value if isinstance(value, list) else [value]
+    return any(isinstance(part, str) and ("${" in part or part == "???") for part in parts)
+
+
+def _value(key: str, given: Mapping[str, Any], done: dict[str, Any], under_way: set[str]) -> Any:
+    value = given[key]
+    if key in done:
+        return done[key]
+    if key in under_way or len(under_way) > 100:
+        return value  # refers to itself
+
+    def found(inside: str) -> Any:
+        name, colon, rest = inside.partition(":")
+        first, comma, default = rest.partition(",")
+        if not colon or name == "oc.select":
+            path = _absolute(key, first if colon else name)
+            if path in given:
+                return _value(path, given, done, under_way)
+        # the environment of the machine that the file was written for is not here
+        if name in ("oc.env", "env", "oc.select") and comma:
+            return command_lines.scalar(default)
+        return command_lines.scalar(rest) if name == "oc.decode" else _MISSING
+
+    under_way.add(key)
+    parts = [_replaced(part, found) for part in (value if isinstance(value, list) else [value])]
+    under_way.discard(key)
+    done[key] = parts if isinstance(value, list) else parts[0]
+    return done[key]
+
+
+def _replaced(text: Any, found: Callable[[str], Any]) -> Any:
+    """Put values in the place of references, the innermost first."""
+    position = 0
+    while isinstance(text, str) and (match := _INNERMOST.search(text, position)) is not None:
+        value = found(match[1].strip())
+        if value is _MISSING or (isinstance(value, str) and "${" in value):
+            position = match.end()
+        elif match.span() == (0, len(text)):
+            return value
+        else:
+            text, position = f"{text[: match.start()]}{value}{text[match.end() :]}", 0
+            if len(text) > _LONGEST:
+                return text[:_LONGEST] + "${...}"
+    return text
+
+
+def _absolute(key: str, name: str) -> str:
+    """Return the whole path; `.x` is beside the key, `..x` beside the section around it."""
+    inner = name.lstrip(".")
+    dots = len(name) - len(inner)
+    return ".".join([*key.split(".")[:-dots], inner]) if dots else name

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import Outcome, Settings, boolean, groups_of, number, whole
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import boolean, groups_of, number, whole
 
 _ASYNC = ("max_staleness", "max_inflight_tasks", "queue_maxsize", "weight_sync_steps")
 """Keys of the asynchronous trainer alone."""
@@ -150,8 +149,7 @@ def _importance(source: Source) -> Settings:
     found: dict[str, Any] = {"level": level, "mode": mode, "upper": upper}
     if source.has("vllm_importance_sampling_clip_min"):
         found["lower"] = source.number("vllm_importance_sampling_clip_min")
-    known = found.items() if name in _MODES else ()
-    return {f"algorithm.importance.{name}": value for name, value in known}
+    return rule.importance(**found) if name in _MODES else {}
 
 
 def _refreshed(value: Any, source: Source) -> Outcome:
@@ -266,7 +264,6 @@ _RULES = (
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what TRL does where a file says nothing, and we do not."""
     own, streaming = "TRL's default", source.has(*_ASYNC)
     yield {**_groups(source), "rollout.response_length": 256, "learner.betas": [0.9, 0.999],
            "learner.schedule": "linear"}, own  # fmt: skip

@@ -12,9 +12,17 @@ from typing import Any
 
 from async_grpo.errors import SetupError
 from async_grpo.tools.migrate import rule
-from async_grpo.tools.migrate.rule import Outcome, Settings
+from async_grpo.tools.migrate.rule import (
+    Outcome,
+    Settings,
+    Untranslatable,
+    boolean,
+    number,
+    pair,
+    text,
+    whole,
+)
 from async_grpo.tools.migrate.source import Source
-from async_grpo.tools.migrate.values import Untranslatable, boolean, number, pair, text, whole
 
 _OFF, _BATCH = "off in verl", "rollout.rollout_batch_size"
 _BYPASSED = "with bypass_mode the ratio itself is that to the sampler"
@@ -97,14 +105,11 @@ def _weighs(source: Source) -> bool:
 
 def _weights(value: Any, source: Source) -> Outcome:
     threshold = source.find("rollout_is_threshold", 2.0)
-    found: dict[str, Any] = {"algorithm.importance.level": text(source.find("rollout_is"))}
+    level = text(source.find("rollout_is"))
     if isinstance(threshold, str) and "_" in threshold:
         low, high = pair(threshold)
-        found |= {"algorithm.importance.mode": "mask", "algorithm.importance.lower": low}
-    else:
-        high = number(threshold)
-        found["algorithm.importance.mode"] = "truncate"
-    return found | {"algorithm.importance.upper": high}
+        return rule.importance(level=level, mode="mask", lower=low, upper=high)
+    return rule.importance(level=level, mode="truncate", upper=number(threshold))
 
 
 _REDUCED = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max",
@@ -327,7 +332,6 @@ trainer.use_v1 trainer.v1.* -- one trainer, whose `replay.max_staleness` is its 
 
 
 def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
-    """Say what verl does where a file says nothing, and we do not."""
     own = "verl's default"
     streamed = int(source.number("actor.ppo_mini_batch_size", 256))
     if not source.has("algorithm.adv_estimator"):

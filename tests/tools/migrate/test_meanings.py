@@ -197,7 +197,7 @@ BARE = {
 def test_what_a_system_does_by_itself_is_kept(
     option: str, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    draft = walk(Source("their.yaml", "yaml", BARE[option] | given), PEER_TABLES[option])
+    draft = walk(Source("their.yaml", BARE[option] | given), PEER_TABLES[option])
     config = settle(draft)
     dumped = config.model_dump()
     for key, value in expected.items():
@@ -286,7 +286,7 @@ BY_ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("option", BY_ITSELF)
 def test_a_bare_file_has_the_defaults_of_its_system(option: str) -> None:
     key, expected = BY_ITSELF[option]
-    draft = walk(Source("their.yaml", "yaml", {key: 4}), PEER_TABLES[option])
+    draft = walk(Source("their.yaml", {key: 4}), PEER_TABLES[option])
     settle(draft)
     apart = {
         name: kept.value

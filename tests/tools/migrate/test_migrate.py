@@ -20,11 +20,10 @@ from async_grpo.config.load import load_config
 from async_grpo.tools.migrate.answers import PEERS
 from async_grpo.tools.migrate.command import migrate
 from async_grpo.tools.migrate.draft import walk
-from async_grpo.tools.migrate.interpolation import resolve_all
 from async_grpo.tools.migrate.page import page
 from async_grpo.tools.migrate.peers import PEER_TABLES
 from async_grpo.tools.migrate.settle import settle
-from async_grpo.tools.migrate.source import Source, read_source
+from async_grpo.tools.migrate.source import Source, read_source, resolve_all
 from tests.support import verbs
 from tests.support.chosen import chosen_value
 from tests.support.migrated import unnamed
@@ -395,7 +394,7 @@ def test_whatever_the_values_are_the_result_loads_and_names_every_key(
             del given[key]
     given["a_key.that_nobody_has"] = data.draw(ODD)
     resolved, unresolved = resolve_all(given)
-    odd = Source(source.name, source.kind, resolved, source.program, (), frozenset(unresolved))
+    odd = Source(source.name, resolved, source.program, (), frozenset(unresolved))
     option = data.draw(st.sampled_from([source.name.split("_")[0], *PEER_TABLES]))
     draft = walk(odd, PEER_TABLES["prime-rl" if option == "prime" else option])
     config = settle(draft)

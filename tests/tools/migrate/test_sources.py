@@ -15,7 +15,7 @@ from async_grpo.config.recipes import recipes
 from async_grpo.errors import SetupError
 from async_grpo.tools.migrate.command import migrate
 from async_grpo.tools.migrate.command_lines import command_line_of
-from async_grpo.tools.migrate.interpolation import resolve_all
+from async_grpo.tools.migrate.source import resolve_all
 from tests.support import verbs
 from tests.support.verbs import train
 
