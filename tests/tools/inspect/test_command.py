@@ -44,6 +44,18 @@ def journal_of(directory: Path) -> Path:
     return directory / "journal"
 
 
+def queue_in(run_dir: Path, **settings: Any) -> ReplayQueue:
+    """The queue of a run that begins."""
+    return open_queue(queue_settings(**settings), journal_in(journal_of(run_dir)))
+
+
+def spoil(path: Path, at: int) -> None:
+    """Turn the bits of a byte round."""
+    damaged = bytearray(path.read_bytes())
+    damaged[at] ^= 255
+    path.write_bytes(bytes(damaged))
+
+
 # ---- the history is the queue's own ----
 
 
@@ -208,9 +220,8 @@ async def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again
     assert f"{path} is missing" in without.notes
 
     put = next(record for record in records if record.place is not None)
-    broken = bytearray(whole)
-    broken[put.place.offset + put.place.length - 1] ^= 255
-    path.write_bytes(bytes(broken))
+    path.write_bytes(whole)
+    spoil(path, put.place.offset + put.place.length - 1)
     history, group_id = read_history(tmp_path), put.body[1]
     assert history.notes == []
     with pytest.raises(WireError):
@@ -390,8 +401,8 @@ def look(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def ids(look, *args: str) -> list[int]:
-    return [json.loads(line)["group_id"] for line in look("--json", *args).splitlines()]
+def rows_of(look, *args: str, **where: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in look("--json", *args, **where).splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +436,7 @@ def ids(look, *args: str) -> list[int]:
     ],
 )
 def test_each_filter_and_order(look, args: list[str], expected: list[int]) -> None:
-    assert ids(look, *args) == expected
+    assert [row["group_id"] for row in rows_of(look, *args)] == expected
 
 
 def test_the_facts_of_a_group(look) -> None:
@@ -451,7 +462,7 @@ def test_the_facts_of_a_group(look) -> None:
         "actor": "actor-1.0",
         "reason": "",
     }
-    by_id = {facts["group_id"]: facts for facts in map(json.loads, look("--json").splitlines())}
+    by_id = {facts["group_id"]: facts for facts in rows_of(look)}
     assert [by_id[group_id]["reason"] for group_id in (1, 4, 6)] == ["all_right", "timeout", ""]
     assert [by_id[group_id]["reward"] for group_id in (1, 4, 6)] == [None] * 3
     assert by_id[2]["truncated"] == 2
@@ -547,7 +558,7 @@ def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path)
 
 
 async def test_an_episode_is_shown_turn_by_turn(look, tmp_path: Path) -> None:
-    queue = open_queue(queue_settings(rollout_batch_size=1), journal_in(journal_of(tmp_path)))
+    queue = queue_in(tmp_path, rollout_batch_size=1)
     (ticket,) = await queue.acquire("a", 0, [], 1)
     group = make_group(ticket, versions=(0, 0))
     for row in group.rows:
@@ -732,7 +743,7 @@ def test_results_are_not_read_in_great_numbers_only_to_count_them(
 
 async def test_counts_and_reasons_are_in_words(look, tmp_path: Path) -> None:
     """One group is not called groups; a reason is quoted as it is."""
-    queue = open_queue(queue_settings(max_attempts=1), journal_in(journal_of(tmp_path)))
+    queue = queue_in(tmp_path, max_attempts=1)
     tickets = await queue.acquire("a", 0, [], 1)
     await queue.fail("a", tickets, "rollout.prompt_length is 3")
     text = look(directory=tmp_path)
@@ -814,15 +825,10 @@ async def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
 
 
 def test_a_row_without_its_result_says_so(look, old_run: Path) -> None:
-    rows = [
-        json.loads(line) for line in look("--json", "--reverse", directory=old_run).splitlines()
-    ]
-    assert [(row["step"], row["reward"], row["reason"]) for row in rows] == [
-        (4, None, "its result is no longer in the journal"),
-        (4, None, "its result is no longer in the journal"),
-        (5, 0.5, ""),
-        (5, 0.5, ""),
-    ]
+    rows = rows_of(look, "--reverse", directory=old_run)
+    gone = (4, None, "its result is no longer in the journal")
+    told = [(row["step"], row["reward"], row["reason"]) for row in rows]
+    assert told == [gone, gone, (5, 0.5, ""), (5, 0.5, "")]
     assert look("--group", "6", directory=old_run).count("journal") == 1
 
 
@@ -840,9 +846,7 @@ def test_a_group_whose_end_is_damaged_says_so(run_dir: Path) -> None:
 async def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path: Path) -> None:
     """Trained before the snapshot, in training, and completed but never trained."""
 
-    queue = open_queue(
-        queue_settings(filter=None, max_staleness=2), journal_in(journal_of(tmp_path))
-    )
+    queue = queue_in(tmp_path, filter=None, max_staleness=2)
     await train(queue, 1)
     await train(queue, 2)
     tickets = await queue.acquire("a", 0, [], 2)
@@ -850,9 +854,7 @@ async def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path
     queue.begin_segment()
     await queue.close()
     segment_path(journal_of(tmp_path), 1).unlink()
-    rows = [
-        json.loads(line) for line in look("--json", "--reverse", directory=tmp_path).splitlines()
-    ]
+    rows = rows_of(look, "--reverse", directory=tmp_path)
     gone = "its result is no longer in the journal"
     assert [(row["state"], row["reason"]) for row in rows] == [("trained", gone)] * 2 + [
         ("training", gone)
@@ -862,17 +864,12 @@ async def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path
 async def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(
     look, tmp_path: Path
 ) -> None:
-    queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
+    queue = queue_in(tmp_path, filter=None)
     await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
     await train(queue, 1)
     assert "an earlier attempt: no answer\n" in look("--group", "0", directory=tmp_path)
-    place, path = (
-        read_history(journal_of(tmp_path)).groups[0].frames[-1][1],
-        segment_path(journal_of(tmp_path), 1),
-    )
-    damaged = bytearray(path.read_bytes())
-    damaged[place.offset + place.length - 1] ^= 255
-    path.write_bytes(bytes(damaged))
+    place = read_history(journal_of(tmp_path)).groups[0].frames[-1][1]
+    spoil(segment_path(journal_of(tmp_path), 1), place.offset + place.length - 1)
     text = look("--group", "0", directory=tmp_path)
     assert "its result cannot be read" in text and "an earlier attempt: no answer\n" in text
 
@@ -915,7 +912,7 @@ def test_where_a_group_is_not_listed_any_more_it_says_why(old_run: Path, capsys)
 async def test_a_run_at_its_beginning_and_at_its_end_says_why_there_is_nothing(
     look, tmp_path: Path
 ) -> None:
-    queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
+    queue = queue_in(tmp_path, filter=None)
     assert (
         titles(look(directory=tmp_path))
         == titles(look("--step", "1", directory=tmp_path))
@@ -935,34 +932,27 @@ async def test_a_run_at_its_beginning_and_at_its_end_says_why_there_is_nothing(
 
 
 async def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: Path) -> None:
-    queue = open_queue(
-        queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path))
-    )
+    queue = queue_in(tmp_path, filter=None, total_steps=12)
     for step in range(1, 5):
         await train(queue, step)
         await queue.live(step)
         queue.begin_segment()
     path = segment_path(journal_of(tmp_path), 3)
-    damaged = bytearray(path.read_bytes())
-    damaged[Segment(journal_of(tmp_path), 3).size + 30] ^= 255
-    path.write_bytes(bytes(damaged))
-    assert titles(look("--step", "3", directory=tmp_path)) == [
-        "the groups of step 3 were in a damaged part of the journal"
-    ]
+    spoil(path, Segment(journal_of(tmp_path), 3).size + 30)
+
+    def told(step: int) -> str:
+        (title,) = titles(look("--step", str(step), directory=tmp_path))
+        return title
+
+    assert told(3) == "the groups of step 3 were in a damaged part of the journal"
     text = look("--ledger", directory=tmp_path)
     assert "2 groups are counted but not listed: what the journal told of them is damaged" in text
     assert "checkpoints" not in text and "\nlisted" not in text
     segment_path(journal_of(tmp_path), 1).unlink()
-    assert titles(look("--step", "3", directory=tmp_path)) == [
-        "the groups of step 3 were in a damaged part of the journal"
-    ]
-    assert titles(look("--step", "1", directory=tmp_path)) == [
-        "the groups of step 1 were in a segment of the journal that is missing"
-    ]
+    assert told(3) == "the groups of step 3 were in a damaged part of the journal"
+    assert told(1) == "the groups of step 1 were in a segment of the journal that is missing"
     path.write_bytes(b"")
-    assert titles(look("--step", "1", directory=tmp_path)) == [
-        "the groups of step 1 were in a damaged part of the journal"
-    ]
+    assert told(1) == "the groups of step 1 were in a damaged part of the journal"
 
 
 async def test_groups_from_before_the_journal_are_told_as_such(look, tmp_path: Path) -> None:
@@ -979,7 +969,7 @@ async def test_groups_from_before_the_journal_are_told_as_such(look, tmp_path: P
     )
 
 
-def test_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(
+async def test_only_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(
     look, run_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(journal_of(run_dir), journal_of(tmp_path))
@@ -990,12 +980,9 @@ def test_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(
     os.utime(path, (time.time() - 90, time.time() - 90))
     first = look("--ledger", directory=tmp_path).splitlines()[0]
     assert first.startswith("journal") and first.endswith(end)
-
-
-async def test_a_run_that_wrote_its_end_is_never_called_dead(look, tmp_path: Path) -> None:
-    await open_queue(queue_settings(), journal_in(journal_of(tmp_path))).close()
-    os.utime(segment_path(journal_of(tmp_path), 1), (0, 0))
-    text = look("--ledger", directory=tmp_path)
+    await queue_in(tmp_path / "ended").close()
+    os.utime(segment_path(journal_of(tmp_path / "ended"), 1), (0, 0))
+    text = look("--ledger", directory=tmp_path / "ended")
     assert "the run is over" in text and "no end recorded" not in text
 
 
@@ -1053,9 +1040,7 @@ async def test_each_kind_of_loss_is_called_by_its_name(look, tmp_path: Path) -> 
     """The last record, and a segment that a checkpoint begins with."""
     snapshots = []
 
-    queue = open_queue(
-        queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path))
-    )
+    queue = queue_in(tmp_path, filter=None, total_steps=12)
     for step in range(1, 4):
         await train(queue, step)
         await queue.live(step)
