@@ -27,8 +27,8 @@ short interval are not worth it (`predicted_gain` has them).
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -50,6 +50,8 @@ Gain = Callable[[Mapping[str, float]], float | None]
 """Settings by their dotted names (`learner.ranks`: how many times as many) -> the factor by which
 throughput changes, None where it is not known: `tools.predict.forecast`.
 """
+Lines = Sequence[Mapping[str, float]]
+"""Of a run: a line of metrics before some learner steps, and one for each of them."""
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
 """Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""
 IDLE = 0.20
@@ -95,49 +97,43 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold the rates (groups per second) and shares of time between two lines of metrics."""
+    """Hold the rates (groups per second) and shares of time of some learner steps; `setup` has the
+    actors that there were.
+    """
 
+    setup: ThroughputSettings
     rate: float
     """Trained groups."""
     completed: float
     """Groups that came out of the engines."""
     learner: dict[str, float]
     engine: dict[str, float]
-    actors: float
     generate_s: float
     verify_s: float
     response_s: float
     """What a response takes on average."""
     ready_wait_s: float
-    longest_s: float = 0.0
+    longest_s: float
     """What the slowest group of a step took."""
-    limit: float = 0.0
+    limit: float
     """Groups that may hold a slot; `capacity`: B of them."""
-    capacity: float = 0.0
+    capacity: float
 
     @classmethod
-    def between(
-        cls,
-        first: Mapping[str, float],
-        last: Mapping[str, float],
-        means: Mapping[str, float],
-        *,
-        steps: int,
-        batch: int,
-    ) -> Interval:
-        """Compute the rates from two lines, `steps` apart; means: of `RATES` over those steps."""
+    def of(cls, setup: ThroughputSettings, lines: Lines) -> Interval:
+        """Compute the rates from the lines of steps, after the line before them."""
+        first, last, steps = lines[0], lines[-1], len(lines) - 1
+        means = {name: sum(line.get(name, 0.0) for line in lines[1:]) / steps for name in RATES}
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
-        learner = LearnerTime.between(first, last)
-        engine, seconds = spent(first, last, ENGINE_PREFIX), learner.total
+        learner, engine = LearnerTime.between(first, last), spent(first, last, ENGINE_PREFIX)
+        whole = max(sum(engine.values()), 1e-9)
         completed = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in DONE)
         return cls(
-            rate=steps * batch / seconds,
-            completed=max(completed, steps * batch) / seconds,
+            setup=replace(setup, actors=int(max(last["cluster/rollout_actors"], 1.0))),
+            rate=steps * setup.batch / learner.total,
+            completed=max(completed, steps * setup.batch) / learner.total,
             learner={cause: learner.share(cause) for cause in learner.seconds},
-            engine={
-                cause: took / max(sum(engine.values()), 1e-9) for cause, took in engine.items()
-            },
-            actors=max(last["cluster/rollout_actors"], 1.0),
+            engine={cause: took / whole for cause, took in engine.items()},
             generate_s=generate_s,
             verify_s=means["rollout/verify_s"],
             response_s=means["rollout/response_length"] / speed if speed else generate_s,
@@ -147,25 +143,50 @@ class Interval:
             capacity=last.get("replay/capacity", 0.0),
         )
 
-    def taken(self, setup: ThroughputSettings) -> float:
-        """Compute the share of the engines' places that is taken (Little's law)."""
-        return self.completed * setup.responses * self.response_s / (self.actors * setup.places)
+    @property
+    def responses(self) -> float:
+        """Responses of trained groups per second."""
+        return self.setup.responses * self.rate
 
-    def times(self, setup: ThroughputSettings) -> Times:
-        """Compute what learner and engines take; nothing else is a limit yet."""
-        step_s, working = setup.batch / self.rate, self.learner["working"]
+    @property
+    def taken(self) -> float:
+        """Share of the engines' places that is taken (Little's law)."""
+        of = self.setup
+        return self.completed * of.responses * self.response_s / (of.actors * of.places)
+
+    @property
+    def full_s(self) -> float:
+        """Seconds of a place for a response if all places were taken."""
+        return self.setup.actors * self.setup.places / self.responses
+
+    @property
+    def times(self) -> Times:
+        """What learner and engines take; nothing else is a limit yet."""
+        step_s, working = self.setup.batch / self.rate, self.learner["working"]
         published, starved = self.learner["publishing"], self.learner["starved"]
         waits = starved if starved >= LITTLE else 0.0  # a busy learner is the limit as it is
         return Times(
             learner_s=working * step_s,
             other_s=(_rest(waits) - working - published) * step_s,
-            exposed_s=published * step_s * setup.every_steps,
-            response_s=min(max(self.taken(setup), 1e-3), 1.0) * self.full_s(setup),
+            exposed_s=published * step_s * self.setup.every_steps,
+            response_s=min(max(self.taken, 1e-3), 1.0) * self.full_s,
         )
 
-    def full_s(self, setup: ThroughputSettings) -> float:
-        """Compute the seconds of a place for a response if all places were taken."""
-        return self.actors * setup.places / (setup.responses * self.rate)
+    def found(self, kind: Kind, text: str, advice: dict[str, int] | None = None) -> Bottleneck:
+        """Return a verdict on these steps."""
+        return Bottleneck(kind, text, self.rate, advice or {})
+
+    def no_room(self, what: str) -> Bottleneck:
+        """Return the verdict that the machine is too small for what would help."""
+        cores = f"({self.setup.cores} cores)"
+        return self.found(
+            "unclear", f"{what} would help, but has no core of its own on this machine {cores}"
+        )
+
+    def within(self, processes: int, *, beside: int) -> int:
+        """Cut a number of processes to the cores that the processes beside them leave."""
+        cores = self.setup.cores
+        return processes if cores is None else min(processes, cores - beside)
 
 
 def _rest(share: float) -> float:
@@ -173,14 +194,12 @@ def _rest(share: float) -> float:
     return max(1.0 - share, 1e-3)
 
 
-def diagnose(setup: ThroughputSettings, seen: Interval, gain: Gain | None = None) -> Bottleneck:
+def diagnose(seen: Interval, gain: Gain | None = None) -> Bottleneck:
     """Find the bottleneck of an interval. gain: what settings would bring; without it, or where it
     knows nothing, the limits of the interval tell.
     """
-    setup = replace(setup, actors=int(seen.actors))
-    times = seen.times(setup)
-    judge = _busy if seen.learner["starved"] < LITTLE else _starved
-    found, at_limit = judge(setup, seen, times, limits(setup, times))
+    setup, judge = seen.setup, _busy if seen.learner["starved"] < LITTLE else _starved
+    found, at_limit = judge(seen, seen.times, limits(setup, seen.times))
     if found.advice:
         advice: dict[str, float] = dict(found.advice)
         if "learner.ranks" in advice:
@@ -196,47 +215,44 @@ def diagnose(setup: ThroughputSettings, seen: Interval, gain: Gain | None = None
     idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
     shares = f"learner idle {idle:.0%}, engines without tickets {blocked:.0%}"
     if idle < IDLE:
-        return Bottleneck("balanced", f"balanced: {shares}", seen.rate)
-    text = f"no clear limit: {shares}; no single setting would change much"
-    return Bottleneck("unclear", text, seen.rate)
+        return seen.found("balanced", f"balanced: {shares}")
+    return seen.found("unclear", f"no clear limit: {shares}; no single setting would change much")
 
 
-Judged = tuple[Bottleneck, Times]
-"""A verdict, and the times with which the part that limits lets through what was measured."""
-Rates = Mapping[str, float]
-"""`limits` of learner and engines."""
-
-
-def _busy(setup: ThroughputSettings, seen: Interval, times: Times, most: Rates) -> Judged:
-    """Judge a learner that has batches: the learner or its publications are the limit."""
-    published = seen.learner["publishing"]
+def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bottleneck, Times]:
+    """Judge a learner that has batches: the learner or its publications are the limit. Returns the
+    verdict, and the times with which the part that limits lets through what was measured; most:
+    `limits` of learner and engines.
+    """
+    setup, published = seen.setup, seen.learner["publishing"]
     if published >= MUCH:
         why = f"publications take {published:.0%} of the learner's time"
-        return _publications(setup, seen, published, why), times
+        return _publications(seen, published, why), times
     busy = (
         f"learner busy {seen.learner['working']:.0%}, engines without tickets "
         f"{seen.engine['blocked']:.0%}"
     )
     factor = min(most["engines"] / seen.rate, AT_MOST)
-    ranks = max(setup.ranks, _within(setup, math.ceil(setup.ranks * factor), beside=seen.actors))
+    wanted = seen.within(math.ceil(setup.ranks * factor), beside=setup.actors)
+    ranks = max(setup.ranks, wanted)
     if factor >= 1 + WORTH and ranks <= setup.ranks:
-        return _no_room(setup, seen, f"{busy}: another learner rank"), times
+        return seen.no_room(f"{busy}: another learner rank"), times
     what = (
         f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer "
         "engines would do as well"
     )
-    return Bottleneck("learner", f"{busy}: {what}", seen.rate, {"learner.ranks": ranks}), times
+    return seen.found("learner", f"{busy}: {what}", {"learner.ranks": ranks}), times
 
 
-def _starved(setup: ThroughputSettings, seen: Interval, times: Times, most: Rates) -> Judged:
-    """Judge a learner that waits for groups."""
-    idle = f"learner idle {seen.learner['starved']:.0%}"
+def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bottleneck, Times]:
+    """Judge a learner that waits for groups; see `_busy`."""
+    setup, idle = seen.setup, f"learner idle {seen.learner['starved']:.0%}"
     if (paused := seen.engine["paused"]) >= MUCH:
         why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
-        still = paused if seen.taken(setup) < FULL else 0.0  # places are taken all the same
+        still = paused if seen.taken < FULL else 0.0  # places are taken all the same
         pause_s = still * setup.batch / seen.rate * setup.every_steps
-        times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s(setup))
-        return _publications(setup, seen, paused, why), times
+        times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s)
+        return _publications(seen, paused, why), times
     if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
         opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
         text = (
@@ -244,56 +260,54 @@ def _starved(setup: ThroughputSettings, seen: Interval, times: Times, most: Rate
             f"rollout.max_open_episodes {opened} instead of {setup.open_episodes}, or more "
             "environment.workers where environments compute"
         )
-        episode_s = seen.actors * setup.open_episodes / (setup.responses * seen.rate)
-        advice = {"rollout.max_open_episodes": opened}
-        verdict = Bottleneck("environments", text, seen.rate, advice)
-        generating_s = _rest(waits) * seen.full_s(setup)
-        return verdict, replace(times, episode_s=episode_s, response_s=generating_s)
+        verdict = seen.found("environments", text, {"rollout.max_open_episodes": opened})
+        episode_s = setup.actors * setup.open_episodes / seen.responses
+        return verdict, replace(times, episode_s=episode_s, response_s=_rest(waits) * seen.full_s)
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
-    if waiting > setup.verifiers * seen.actors and seen.verify_s > seen.generate_s / 3:
+    if waiting > setup.verifiers * setup.actors and seen.verify_s > seen.generate_s / 3:
         workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))
         text = (
             f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated "
             f"in {seen.generate_s:.2g} s: {workers} verifier workers instead of {setup.verifiers}"
         )
-        each_s = seen.actors * setup.verifiers / (setup.responses * seen.rate)
-        verdict = Bottleneck("verifier", text, seen.rate, {"task.verifier.workers": workers})
-        return verdict, replace(times, verify_s=each_s)
-    if seen.taken(setup) >= FULL:
-        times = replace(times, response_s=seen.full_s(setup))
-        return _more_engines(setup, seen, idle, most["learner"]), times
+        verdict = seen.found("verifier", text, {"task.verifier.workers": workers})
+        return verdict, replace(times, verify_s=setup.actors * setup.verifiers / seen.responses)
+    if seen.taken >= FULL:
+        times = replace(times, response_s=seen.full_s)
+        return _more_engines(seen, idle, most["learner"]), times
     if seen.limit < seen.capacity:
         times = replace(times, slot_s=seen.limit / seen.rate)
-        return _deeper(setup, seen, idle, most["engines"]), times
+        return _deeper(seen, idle, most["engines"]), times
     times = replace(times, slot_s=setup.capacity / seen.rate)
-    return _more_slots(setup, seen, idle, min(most.values())), times
+    return _more_slots(seen, idle, min(most.values())), times
 
 
-def _more_engines(setup: ThroughputSettings, seen: Interval, idle: str, limit: float) -> Bottleneck:
-    wanted = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
-    actors = _within(setup, wanted, beside=setup.ranks)
+def _more_engines(seen: Interval, idle: str, limit: float) -> Bottleneck:
+    setup = seen.setup
+    wanted = math.ceil(setup.actors * min(limit / seen.rate, AT_MOST))
+    actors = seen.within(wanted, beside=setup.ranks)
     full = (
-        f"{idle}, the queue is empty and the engines are full ({seen.taken(setup):.0%} of their "
+        f"{idle}, the queue is empty and the engines are full ({seen.taken:.0%} of their "
         "places taken)"
     )
-    if actors <= seen.actors < wanted:
-        return _no_room(setup, seen, f"{full}: another rollout actor")
+    if actors <= setup.actors < wanted:
+        return seen.no_room(f"{full}: another rollout actor")
     advice = {"cluster.rollout_actors.max": actors}
     # Batches at the engines, by Little's law; one in training, and half a one being collected.
-    completed = min(limit, seen.rate * actors / seen.actors) * seen.completed / seen.rate
+    completed = min(limit, seen.rate * actors / setup.actors) * seen.completed / seen.rate
     needed = math.ceil(completed * (seen.generate_s + seen.verify_s) / setup.batch + 1.5) - 1
     more = ""
     if needed > setup.max_staleness:
         advice["replay.max_staleness"] = needed
         more = f", with replay.max_staleness {needed} so that all of them have tickets"
     what = (
-        f"{actors - seen.actors:.0f} more rollout actors{more}; or lower group_size or "
-        "response_length"
+        f"{actors - setup.actors} more rollout actors{more}; or lower group_size or response_length"
     )
-    return Bottleneck("engines", f"{full}: {what}", seen.rate, advice)
+    return seen.found("engines", f"{full}: {what}", advice)
 
 
-def _more_slots(setup: ThroughputSettings, seen: Interval, idle: str, limit: float) -> Bottleneck:
+def _more_slots(seen: Interval, idle: str, limit: float) -> Bottleneck:
+    setup = seen.setup
     slots = setup.max_staleness + 1
     bound = math.ceil(slots * min(limit / seen.rate, AT_MOST)) - 1
     tail = seen.ready_wait_s > (seen.generate_s + seen.verify_s) / 2
@@ -312,51 +326,28 @@ def _more_slots(setup: ThroughputSettings, seen: Interval, idle: str, limit: flo
         f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}: "
         f"replay.max_staleness {bound} instead of {setup.max_staleness}{shorter}"
     )
-    kind: Kind = "tail" if tail else "slots"
-    return Bottleneck(kind, text, seen.rate, {"replay.max_staleness": bound})
+    return seen.found("tail" if tail else "slots", text, {"replay.max_staleness": bound})
 
 
-def _deeper(setup: ThroughputSettings, seen: Interval, idle: str, engines: float) -> Bottleneck:
+def _deeper(seen: Interval, idle: str, engines: float) -> Bottleneck:
     """Judge a queue that may hold more groups under the same bound."""
     why = f"{idle}: {seen.limit:.0f} of {seen.capacity:.0f} groups may be outstanding"
-    if setup.outstanding is None:
-        return Bottleneck("unclear", f"{why}, more as long as that goes on", seen.rate)
+    if seen.setup.outstanding is None:
+        return seen.found("unclear", f"{why}, more as long as that goes on")
     groups = math.ceil(min(seen.capacity, seen.limit * engines / seen.rate))
-    text = f"{why}: replay.outstanding auto"
-    return Bottleneck("slots", text, seen.rate, {"replay.outstanding": groups})
+    return seen.found("slots", f"{why}: replay.outstanding auto", {"replay.outstanding": groups})
 
 
-def _publications(setup: ThroughputSettings, seen: Interval, share: float, why: str) -> Bottleneck:
-    every = min(
-        math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps
-    )
+def _publications(seen: Interval, share: float, why: str) -> Bottleneck:
+    setup, most = seen.setup, AT_MOST * seen.setup.every_steps
+    every = min(math.ceil(setup.every_steps * share / _rest(share) / LITTLE), most)
     bound = setup.max_staleness + every - setup.every_steps
     what = (
         f"publish every {every} steps instead of {setup.every_steps}, with "
         f"replay.max_staleness {bound}"
     )
     advice = {"weight_sync.every_steps": every, "replay.max_staleness": bound}
-    return Bottleneck("publications", f"{why}: {what}", seen.rate, advice)
-
-
-def _within(setup: ThroughputSettings, processes: int, *, beside: float) -> int:
-    """Cut a number of processes to the cores that the processes beside them leave."""
-    return processes if setup.cores is None else min(processes, int(setup.cores - beside))
-
-
-def _no_room(setup: ThroughputSettings, seen: Interval, what: str) -> Bottleneck:
-    text = f"{what} would help, but has no core of its own on this machine ({setup.cores} cores)"
-    return Bottleneck("unclear", text, seen.rate)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """An interval: the line before it, sums of `RATES` over its steps, and what limited it."""
-
-    first: Mapping[str, float]
-    sums: Counter[str]
-    steps: int
-    kind: Kind
+    return seen.found("publications", f"{why}: {what}", advice)
 
 
 class BottleneckWatch:
@@ -377,10 +368,8 @@ class BottleneckWatch:
         self._setup, self._agree = setup, agree
         self._gain = gain
         self._min_steps, self._min_s = min_steps, min_s
-        self._first: Mapping[str, float] | None = None
-        self._sums: Counter[str] = Counter()
-        self._steps = 0
-        self._seen: deque[_Seen] = deque(maxlen=agree)
+        self._lines: list[Mapping[str, float]] = []
+        self._seen: deque[tuple[Lines, Kind]] = deque(maxlen=agree)
         self._unheard = 0
         self.latest: Bottleneck | None = None
 
@@ -388,33 +377,34 @@ class BottleneckWatch:
         """Take the metrics of a learner step; return a verdict when there is a new one."""
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
-        if self._first is None or any(
-            metrics[name] < self._first.get(name, 0.0)
+        line = dict(metrics)
+        first = self._lines[0] if self._lines else None
+        if first is None or any(
+            value < first.get(name, 0.0)
             if name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
-            else name in FAULTS and metrics[name] != self._first.get(name)
-            for name in metrics
+            else name in FAULTS and value != first.get(name)
+            for name, value in line.items()
         ):
             self._seen.clear()
-            self._begin(metrics)  # also when the queue's process died, with times of dead actors
+            self._lines = [line]  # also when the queue's process died, with times of dead actors
             return None
-        self._steps += 1
-        self._sums.update({name: metrics.get(name, 0.0) for name in RATES})
-        passed_s = LearnerTime.between(self._first, metrics).total
-        if self._steps < self._min_steps or passed_s < self._min_s:
+        self._lines.append(line)
+        passed_s = LearnerTime.between(first, line).total
+        if len(self._lines) <= self._min_steps or passed_s < self._min_s:
             return None
-        alone = self._judge(self._first, metrics, self._sums, self._steps)
-        self._seen.append(_Seen(self._first, self._sums, self._steps, alone.kind))
-        self._begin(metrics)
-        return self._agreed(metrics)
+        self._seen.append((self._lines, self._judge(self._lines).kind))
+        self._lines = [line]
+        return self._agreed()
 
-    def _agreed(self, metrics: Mapping[str, float]) -> Bottleneck | None:
+    def _agreed(self) -> Bottleneck | None:
         """Judge the last intervals together if they name the same limit; say it if none did."""
         self._unheard += 1
-        kinds = [one.kind for one in self._seen]
+        kinds = [kind for _, kind in self._seen]
         if len(kinds) == self._agree and len(set(kinds)) == 1:
-            sums = sum((one.sums for one in self._seen), Counter[str]())
-            steps = sum(one.steps for one in self._seen)
-            together = self._judge(self._seen[0].first, metrics, sums, steps)
+            first = self._seen[0][0][0]
+            together = self._judge(
+                [first, *(line for lines, _ in self._seen for line in lines[1:])]
+            )
             if together.kind == kinds[0]:
                 self._unheard, self.latest = 0, together
                 return together
@@ -424,18 +414,5 @@ class BottleneckWatch:
         self._unheard, self.latest = 0, Bottleneck("unclear", text, 0.0)
         return self.latest
 
-    def _judge(
-        self,
-        first: Mapping[str, float],
-        last: Mapping[str, float],
-        sums: Mapping[str, float],
-        steps: int,
-    ) -> Bottleneck:
-        means = {name: sums[name] / steps for name in RATES}
-        batch = self._setup.batch
-        seen = Interval.between(first, last, means, steps=steps, batch=batch)
-        return diagnose(self._setup, seen, self._gain)
-
-    def _begin(self, metrics: Mapping[str, float]) -> None:
-        self._first, self._sums = dict(metrics), Counter()
-        self._steps = 0
+    def _judge(self, lines: Lines) -> Bottleneck:
+        return diagnose(Interval.of(self._setup, lines), self._gain)

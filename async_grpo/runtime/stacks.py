@@ -4,7 +4,7 @@ lock.
 Runs in: every process of a run (`register`, `register_child`), and where a post-mortem is written
 (`look`). A process registers by opening one small file, `<run dir>/stacks/<role>@<host>@<pid>`; on
 SIGUSR2 a handler in C appends the stacks of all its threads to it. Ray and vLLM leave that signal
-free in their workers.
+free in their workers. Not py-spy: Yama and containers forbid ptrace, so both would be needed.
 
 Invariants: only a process that has the handler is signalled (to any other the signal would be
 deadly); a process that does not answer is described by what the kernel says of it; a process id
