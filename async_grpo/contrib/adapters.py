@@ -45,6 +45,33 @@ class GameOptions(Section):
     """A game counts as won (for accuracy) from this sum of rewards on."""
 
 
+class SkyRLOptions(Section):
+    """Options of the task `skyrl_gym`."""
+
+    id: Annotated[str, Field(min_length=1)]
+    """Name of the environment; a row's own `env_class` comes first."""
+    env_config: dict[str, Any] = Field({})
+    """Configuration of the environment."""
+    success: float = 1.0
+    """An episode counts as right (for accuracy) from this sum of rewards on."""
+
+
+class _Game:
+    """An episode, whose package makes its game when it begins."""
+
+    def __init__(self, options: Any) -> None:
+        self._options, self._total = options, 0.0
+        self._game: Any = None
+
+    def close(self) -> None:
+        """Close the game, unless it has ended."""
+        if self._game is not None:
+            self._game.close()
+
+    def _won(self) -> float:
+        return float(self._total >= self._options.success)
+
+
 class _Games:
     """Games by seed."""
 
@@ -91,14 +118,10 @@ class Gymnasium(_Games):
         return GymnasiumGame(self._options)
 
 
-class GymnasiumGame:
+class GymnasiumGame(_Game):
     """Plays a game whose observations are texts, or are rendered as `ansi`, and whose actions are
     texts or numbers.
     """
-
-    def __init__(self, options: GameOptions) -> None:
-        self._options, self._total = options, 0.0
-        self._game: Any = None
 
     def reset(self, reference: Any, seed: int) -> Observation:
         """Make the game of the problem's seed."""
@@ -115,7 +138,7 @@ class GymnasiumGame:
             first, last = int(space.start), int(space.start + space.n) - 1
             if not move.lstrip("-").isdecimal() or not first <= int(move) <= last:
                 text = f"An action is a number from {first} to {last}."
-                return Observation(text, verdict=self._verdict(), invalid=True)
+                return Observation(text, verdict=self._won(), invalid=True)
             move = int(move)
         seen, reward, ended, cut, _ = self._game.step(move)
         self._total += float(reward)
@@ -123,21 +146,13 @@ class GymnasiumGame:
             self._words(seen),
             {"reward": float(reward)},
             done=bool(ended or cut),
-            verdict=self._verdict(),
+            verdict=self._won(),
         )
-
-    def close(self) -> None:
-        """Close the game."""
-        if self._game is not None:
-            self._game.close()
 
     def _words(self, seen: Any) -> str:
         if self._options.arguments.get("render_mode") == "ansi":
             return _MARKED.sub(r"[\1]", str(self._game.render()))
         return seen if isinstance(seen, str) else str(seen)
-
-    def _verdict(self) -> float:
-        return float(self._total >= self._options.success)
 
 
 class TextArena(_Games):
@@ -148,12 +163,12 @@ class TextArena(_Games):
         return TextArenaGame(self._options)
 
 
-class TextArenaGame:
+class TextArenaGame(_Game):
     """Plays a game for one player, whose reward comes with its end."""
 
     def __init__(self, options: GameOptions) -> None:
-        self._options, self._told = options, ""
-        self._game: Any = None
+        super().__init__(options)
+        self._told = ""
 
     def reset(self, reference: Any, seed: int) -> Observation:
         """Make the game of the problem's seed."""
@@ -169,14 +184,8 @@ class TextArenaGame:
             return Observation(self._words(), verdict=0.0)
         rewards, _ = self._game.close()
         self._game = None
-        reward = float(rewards[0])
-        won = float(reward >= self._options.success)
-        return Observation(rewards={"reward": reward}, verdict=won, done=True)
-
-    def close(self) -> None:
-        """Close a game that has not ended."""
-        if self._game is not None:
-            self._game.close()
+        self._total = float(rewards[0])
+        return Observation(rewards={"reward": self._total}, verdict=self._won(), done=True)
 
     def _words(self) -> str:
         """Return what is new: many games tell everything from the beginning, every time."""
@@ -185,17 +194,6 @@ class TextArenaGame:
             return "\n".join(str(message[1]) for message in seen)
         told, self._told = self._told, seen
         return seen[len(told) :] if seen.startswith(told) else seen
-
-
-class SkyRLOptions(Section):
-    """Options of the task `skyrl_gym`."""
-
-    id: Annotated[str, Field(min_length=1)]
-    """Name of the environment; a row's own `env_class` comes first."""
-    env_config: dict[str, Any] = Field({})
-    """Configuration of the environment."""
-    success: float = 1.0
-    """An episode counts as right (for accuracy) from this sum of rewards on."""
 
 
 class SkyRLGym(RowTask):
@@ -223,12 +221,8 @@ class SkyRLGym(RowTask):
         return SkyRLEpisode(self._options)
 
 
-class SkyRLEpisode:
+class SkyRLEpisode(_Game):
     """Plays one row in an environment of `skyrl_gym`."""
-
-    def __init__(self, options: SkyRLOptions) -> None:
-        self._options, self._total = options, 0.0
-        self._game: Any = None
 
     def reset(self, reference: Any, seed: int) -> Observation:
         """Make the row's environment. Raises ValueError for one that changes the prompt."""
@@ -249,10 +243,5 @@ class SkyRLEpisode:
             list(found["observations"]),
             {"reward": float(found["reward"])},
             done=bool(found["done"]),
-            verdict=float(self._total >= self._options.success),
+            verdict=self._won(),
         )
-
-    def close(self) -> None:
-        """Close the environment."""
-        if self._game is not None:
-            self._game.close()

@@ -18,7 +18,9 @@ import time
 import urllib.parse
 import urllib.request
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,10 +128,13 @@ class MetricStream(Callback):
             self._change.notify()
 
     def _run(self) -> None:
-        with _Poster(self._to) if self._remote else _Appender(self._path) as sender:
-            self._send_all(sender)
+        if self._remote:
+            self._send_all(partial(_post, self._to))
+        else:
+            with closing(_Appender(self._path)) as file:
+                self._send_all(file.send)
 
-    def _send_all(self, sender: _Poster | _Appender) -> None:
+    def _send_all(self, send: Callable[[bytes], None]) -> None:
         """Send what there is, until the end; what was not taken again and again."""
         said, until = "", math.inf
         while time.monotonic() < until:
@@ -143,7 +148,7 @@ class MetricStream(Callback):
                     continue
                 lines = [self._lines[at] for at in range(min(len(self._lines), MOST_AT_ONCE))]
             try:
-                sender.send("".join(lines).encode())
+                send("".join(lines).encode())
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if one_line(error) != said:
                     said = self._trouble = one_line(error)
@@ -160,33 +165,20 @@ class MetricStream(Callback):
                 time.sleep(min(PAUSE_S, 0.1))
 
 
-class _Poster(AbstractContextManager["_Poster"]):
-    """Posts to a URL."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def send(self, data: bytes) -> None:
-        """Post it. Raises OSError, as most of urllib's errors are, HTTPException for an answer
-        that is not HTTP, and ValueError for one that redirects to no URL.
-        """
-        kind = {"Content-Type": "application/x-ndjson"}
-        request = urllib.request.Request(self._url, data, kind, method="POST")
-        urllib.request.urlopen(request, timeout=REQUEST_S).close()
+def _post(url: str, data: bytes) -> None:
+    """Post it. Raises OSError, as most of urllib's errors are, HTTPException for an answer that is
+    not HTTP, and ValueError for one that redirects to no URL.
+    """
+    kind = {"Content-Type": "application/x-ndjson"}
+    request = urllib.request.Request(url, data, kind, method="POST")
+    urllib.request.urlopen(request, timeout=REQUEST_S).close()
 
 
-class _Appender(AbstractContextManager["_Appender"]):
+class _Appender:
     """Appends to a file or a named pipe, which it opens when there is something to write."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, -1
-
-    def __exit__(self, *_: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
     def send(self, data: bytes) -> None:
         """Write all of it. Raises OSError; then nothing is known to have been taken."""
@@ -199,8 +191,14 @@ class _Appender(AbstractContextManager["_Appender"]):
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:
-            self.__exit__()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def _is_pipe(path: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,28 @@ def gather(run_dir: str, *, role: str = "") -> dict[str, Any]:
         process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)
     }  # before they write their stacks
     looks = stacks.look(directory, role=role)
-    processes: list[dict[str, Any]] = [
-        {
-            "role": one.process.role,
-            "name": one.process.name,
-            "pid": one.process.pid,
-            "alive": one.alive,
-            "trouble": one.trouble,
-            "where": one.where,
-            "stacks": one.text,
-            "usage": usage.get(one.process.pid, {}),
-            "logs": {Path(path).name: tail(Path(path)) for path in one.process.logs},
-        }
-        for one in looks
-    ]
-    processes += _children(looks, {process["pid"] for process in processes})
+    processes = [_described(one, usage.get(one.process.pid, {})) for one in looks]
+    processes += _children(looks)
     return {"host": socket.gethostname(), "processes": processes, "machine": machine(run_dir)}
 
 
-def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, Any]]:
+def _described(one: stacks.Look, usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "role": one.process.role,
+        "name": one.process.name,
+        "pid": one.process.pid,
+        "alive": one.alive,
+        "trouble": one.trouble,
+        "where": one.where,
+        "stacks": one.text,
+        "usage": usage,
+        "logs": {Path(path).name: tail(Path(path)) for path in one.process.logs},
+    }
+
+
+def _children(looks: list[stacks.Look]) -> list[dict[str, Any]]:
     """Describe children of registered processes that have not registered themselves."""
+    known = {one.process.pid for one in looks}
     living = [one.process for one in looks if one.alive and one.process.role != "driver"]
     parents = {process.pid: process.role for process in living}
     found = []
@@ -56,19 +57,10 @@ def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, A
         pid, parent = int(status.get("Pid", 0)), parents.get(int(status.get("PPid", 0)))
         if parent is not None and pid not in known:
             name, state = status.get("Name", "?"), status["State"][0]
-            found.append(
-                {
-                    "role": f"{parent}{stacks.PART}{name}",
-                    "name": f"{name}, a child of {parent} (pid {pid})",
-                    "pid": pid,
-                    "alive": state not in "ZX",
-                    "trouble": stacks.STATES[state] if state in "TtZX" else "",
-                    "where": [],
-                    "stacks": "",
-                    "usage": _usage(pid),
-                    "logs": {},
-                }
-            )
+            child = stacks.Process(f"{parent}{stacks.PART}{name}", pid, entry, (), 0)
+            trouble = stacks.STATES[state] if state in "TtZX" else ""
+            one = _described(stacks.Look(child, trouble, state not in "ZX"), _usage(pid))
+            found.append(one | {"name": f"{name}, a child of {parent} (pid {pid})"})
     return found
 
 
@@ -104,7 +96,7 @@ def tail(path: Path) -> str:
 
 def machine(run_dir: str) -> dict[str, Any]:
     """Read memory, disks, load and kills for want of memory of this host."""
-    memory, shown = _pairs("/proc/meminfo"), ("MemTotal", "MemAvailable", "SwapFree", "Shmem")
+    memory, shown = stacks.pairs("/proc/meminfo"), ("MemTotal", "MemAvailable", "SwapFree", "Shmem")
     return {
         "memory": {name: memory.get(name, "?") for name in shown},
         "disk_free_gib": {
@@ -118,14 +110,7 @@ def machine(run_dir: str) -> dict[str, Any]:
             name: _read(f"/sys/fs/cgroup/{name}")
             for name in ("memory.max", "memory.current", "memory.events")
         },
-        "oom_kills": _pairs("/proc/vmstat", " ").get("oom_kill", "?"),
-    }
-
-
-def _pairs(path: str, separator: str = ":") -> dict[str, str]:
-    return {
-        name.strip(): value.strip()
-        for name, _, value in (line.partition(separator) for line in _read(path).splitlines())
+        "oom_kills": stacks.pairs("/proc/vmstat", " ").get("oom_kill", "?"),
     }
 
 

@@ -122,10 +122,11 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
         scene = trainer.system.scene()
     except RunError:  # it did not come so far
         scene = Scene()
-    report = write(trainer.run_dir, scene, code=code, meaning=EXIT_MEANING[code], message=message)
-    console.error(report.where)
-    if report.path is not None:
-        console.info(f"post-mortem: {report.path}")
+    meaning = EXIT_MEANING[code]
+    where, path = write(trainer.run_dir, scene, code=code, meaning=meaning, message=message)
+    console.error(where)
+    if path is not None:
+        console.info(f"post-mortem: {path}")
 
 
 def stuck(trainer, console: Console) -> None:

@@ -51,18 +51,12 @@ class Scene:
     loop: Loop | None = None
 
 
-@dataclass(frozen=True)
-class PostMortemReport:
-    """A line on what the run was doing and who is to blame, if known; the bundle, if written."""
-
-    where: str
-    path: Path | None
-
-
 def write(
     run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message: str
-) -> PostMortemReport:
-    """Look at everything and write the bundle."""
+) -> tuple[str, Path | None]:
+    """Look at everything and write the bundle. Returns a line on what the run was doing and who is
+    to blame, if known; and the bundle, if written.
+    """
     facts: dict[str, Any] = {
         "exit_code": code,
         "meaning": meaning,
@@ -75,11 +69,9 @@ def write(
     except Exception as error:  # noqa: BLE001 - the run ends for another reason, which must be told
         facts["where"] = f"(the post-mortem itself failed: {type(error).__name__}: {error})"
     try:
-        return PostMortemReport(facts["where"], _write(Path(run_dir), facts, REASONS[code]))
+        return facts["where"], _write(Path(run_dir), facts, REASONS[code])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return PostMortemReport(
-            f"{facts['where']} (the post-mortem could not be written: {error})", None
-        )
+        return f"{facts['where']} (the post-mortem could not be written: {error})", None
 
 
 def _look(run_dir: str, scene: Scene) -> dict[str, Any]:

@@ -247,14 +247,17 @@ def _has_handler(pid: int) -> bool:
 
 def status(pid: int) -> dict[str, str]:
     """`/proc/<pid>/status`; empty when there is none."""
+    return pairs(f"/proc/{pid}/status")
+
+
+def pairs(path: str, separator: str = ":") -> dict[str, str]:
+    """Read what a file of the kernel has line by line, by name; empty when there is none."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return {}
-    return {
-        name: value.strip()
-        for name, _, value in (line.partition(":") for line in text.splitlines())
-    }
+    parts = (line.partition(separator) for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def begun(pid: int) -> int:

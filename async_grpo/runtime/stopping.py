@@ -26,23 +26,12 @@ SHORT_GRACE_S = 60.0
 RAYS_GRACE_S = 3.0
 
 
-class Stop:
-    """Whether somebody asked the run to end. Safe in signal handlers and in any thread."""
-
-    def __init__(self) -> None:
-        self._requested = threading.Event()
-
-    def set(self) -> None:
-        """Ask the run to end."""
-        self._requested.set()
-
-    def is_set(self) -> bool:
-        """Whether the run was asked to end."""
-        return self._requested.is_set()
+class Stop(threading.Event):
+    """Set once somebody asked the run to end. Safe in signal handlers and in any thread."""
 
     def check(self) -> None:
         """Raise StopRequested if the run was asked to end."""
-        if self._requested.is_set():
+        if self.is_set():
             raise StopRequested("the run was asked to end")
 
     def run(

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.console.status_file import read_status
-from async_grpo.observe.console.timeline import read_timeline
+from async_grpo.observe.console.status_file import read_status, read_timeline
 
 
 class Clock:
@@ -187,7 +186,7 @@ for step in range(1, 31):
     if step == 10:
         console.info("a rollout actor \x1b[31mdied\x07")
     if step == 15 and len(sys.argv) > 2:
-        print("resize", file=sys.stderr, flush=True)
+        console.info("resize")
         while os.get_terminal_size(1).columns != int(sys.argv[2]):
             time.sleep(0.01)
         console.info("resized")
@@ -195,45 +194,6 @@ for step in range(1, 31):
 console.summary("finished", [("accuracy", "37 % -> 91 %")])
 console.end(0, "")
 """
-
-
-def in_terminal(columns: int, rows: int, *, resized: tuple[int, int] | None = None) -> str:
-    """What a run writes to a pseudo-terminal of this size, which may change its size in the
-    middle.
-    """
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "0.05", *([str(resized[0])] if resized else [])],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    os.close(theirs)
-    written = b""
-    try:
-        while ready := select.select([ours, process.stderr], [], [], 60)[0]:
-            if (
-                process.stderr in ready
-                and os.read(process.stderr.fileno(), 4096).startswith(b"resize")
-                and resized
-            ):
-                fcntl.ioctl(
-                    ours, termios.TIOCSWINSZ, struct.pack("HHHH", resized[1], resized[0], 0, 0)
-                )
-            if ours in ready:
-                written += os.read(ours, 65536)
-    except OSError as error:  # EIO: the other side is closed
-        assert error.errno == errno.EIO
-    finally:
-        process.kill()
-        os.close(ours)
-        assert process.wait(timeout=20) in (0, -9)
-    return written.decode()
 
 
 NOISE = """
@@ -257,23 +217,38 @@ late.communicate(b"go", timeout=20)
 """
 
 
-def on_a_terminal(script: str) -> tuple[str, int]:
-    """What a script writes to a pseudo-terminal of its own, 40 lines of 140 characters, and its
-    exit code (-9: it did not end by itself).
+def on_a_terminal(
+    script: str, columns: int = 140, rows: int = 40, *, resized: tuple[int, int] | None = None
+) -> tuple[str, int]:
+    """What a script writes to a pseudo-terminal of its own, and its exit code (-9: it did not end
+    by itself). resized: columns and rows from when it says `resize` on.
     """
+
+    def size(columns: int, rows: int) -> None:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    size(columns, rows)
     environment = {
         name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        [sys.executable, "-c", script, "0.05", *map(str, resized or ())],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
     )
-    os.close(theirs)
+    if resized is None:
+        os.close(theirs)
     written = b""
     try:
         while select.select([ours], [], [], 60)[0]:
             written += os.read(ours, 65536)
+            if resized and b"resize" in written:
+                size(*resized)
+                os.close(theirs)
+                resized = None
         process.kill()
     except OSError as error:  # EIO: the other side is closed
         assert error.errno == errno.EIO
@@ -311,7 +286,8 @@ def frames(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("columns", "rows"), [(140, 40), (60, 24), (24, 5)])
 def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
-    text = in_terminal(columns, rows)
+    text, code = on_a_terminal(SCRIPT, columns, rows)
+    assert code == 0
     shown = frames(text)
     assert (
         any(
@@ -353,7 +329,7 @@ def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
 
 
 def test_a_terminal_may_change_its_size() -> None:
-    text = in_terminal(120, 30, resized=(30, 6))
+    text, _ = on_a_terminal(SCRIPT, 120, 30, resized=(30, 6))
     assert "Traceback" not in text and "step 30/30" in text
     before, after = text.split("resized", 1)
     assert any("tokens/s" in line for frame in frames(before) for line in frame)

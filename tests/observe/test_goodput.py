@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,13 @@ async def places(queue: ReplayQueue) -> dict[str, int]:
 
 def told(sampled: int, **others: int) -> ActorReport:
     return ActorReport(TokenTotals(sampled, **others))
+
+
+def opened(
+    folder: Path, start: str, steps: int = 0, snapshot: dict | None = None, **journal: Any
+) -> ReplayQueue:
+    settings = JournalSettings(str(folder), start=start, fsync="never", **journal)
+    return open_queue(queue_settings(trained_steps=steps), settings, snapshot=snapshot)
 
 
 async def test_a_token_moves_from_place_to_place() -> None:
@@ -92,14 +100,7 @@ async def test_what_was_under_way_at_a_dead_actor_is_lost_until_it_arrives_after
 
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, orderly: bool) -> None:
-    def opened(start: str, *, steps: int, snapshot: dict | None = None) -> ReplayQueue:
-        return open_queue(
-            queue_settings(trained_steps=steps),
-            JournalSettings(str(tmp_path), start=start, fsync="never"),
-            snapshot=snapshot,
-        )
-
-    queue = opened("first", steps=0)
+    queue = opened(tmp_path, "first")
     tickets = await queue.acquire("a", 0, [], 4, told(300, probes=5))
     frames = [frame_of(ticket) for ticket in tickets[:3]]
     await queue.put("a", frames)
@@ -110,12 +111,12 @@ async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, ord
     under_way = 300 - 5 - sum(sizes)
     before = {"trained": sizes[0] + sizes[1], "held": sizes[2] + under_way, "probes": 5}
     assert await places(queue) == before
-    died = opened("first", steps=0)
+    died = opened(tmp_path, "first")
     assert await places(died) == before, "a queue whose process died"
     if orderly:
         await died.close()
     del before["held"]
-    again = opened("second", steps=1, snapshot=snapshot)
+    again = opened(tmp_path, "second", 1, snapshot)
     gone = {"unused" if orderly else "lost": under_way}
     assert await places(again) == before | gone | {"held": sizes[2]}
     await again.acquire("a", 1, [], 1, told(20, continued=under_way))
@@ -125,13 +126,7 @@ async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, ord
 
 
 async def test_what_a_dead_actor_lost_stays_lost_when_steps_are_discarded(tmp_path: Path) -> None:
-    def opened(start: str, *, steps: int) -> ReplayQueue:
-        return open_queue(
-            queue_settings(trained_steps=steps),
-            JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"),
-        )
-
-    queue = opened("first", steps=0)
+    queue = opened(tmp_path, "first", lost_steps="discard")
     tickets = await queue.acquire("a", 0, [], 4, told(300))
     frames = [frame_of(ticket) for ticket in tickets[:2]]
     await queue.put("a", frames)
@@ -140,18 +135,12 @@ async def test_what_a_dead_actor_lost_stays_lost_when_steps_are_discarded(tmp_pa
     assert (await places(queue))["lost"] == lost
     await queue.get_batch(1)
     await queue.live(1)
-    again = opened("first.2", steps=0)  # the learner went back, the actors did not
+    again = opened(tmp_path, "first.2", lost_steps="discard")  # the actors did not go back
     assert await places(again) == {"lost": lost, "held": sum(map(size, frames))}
 
 
 async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -> None:
-    def opened(start: str) -> ReplayQueue:
-        return open_queue(
-            queue_settings(),
-            JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"),
-        )
-
-    queue = opened("first")
+    queue = opened(tmp_path, "first", lost_steps="discard")
     sizes = []
     for step in (1, 2):
         frames = [frame_of(ticket) for ticket in await take(queue, 2, version=step - 1)]
@@ -160,7 +149,7 @@ async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -
         await queue.get_batch(step)
         await queue.live(step)
     assert await places(queue) == {"trained": sum(sizes)}
-    again = opened("second")
+    again = opened(tmp_path, "second", lost_steps="discard")
     assert await places(again) == {"held": sizes[0], "regenerated": sizes[1]}, (
         "the first batch can be trained as it is, the second has newer tokens"
     )

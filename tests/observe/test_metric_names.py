@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from async_grpo.algo.losses import Clip, policy_loss
@@ -87,19 +86,6 @@ def _begins(name: str, page: set[str]) -> bool:
     return (name in BEGINNINGS or name.endswith("_")) and any(
         known.startswith(name) for known in page
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("| `lag_mean`, `lag_max` | ... |", {"train/lag_mean", "train/lag_max"}),
-        ("| `rejected`, `rejected/a`, `/b` |", {"train/rejected", "train/rejected/a"}),
-        ("no path in `replay/ready` below `loss`", {"replay/ready"}),
-    ],
-)
-def test_the_page_is_read(line: str, names: set[str]) -> None:
-    assert names <= explained(f"## `train/`: tokens\n\n{line}\n## else\n`other`")
-    assert "train/other" not in explained(f"## `train/`: tokens\n{line}\n## else\n`other`")
 
 
 def alternatives(pattern: str) -> list[str]:

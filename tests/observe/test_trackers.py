@@ -99,6 +99,8 @@ tracker.log(1, {{"score": 0.1}})
 _until(lambda: tracker.unsent == 0, "the first row is sent")
 (place / "folder" / "away").touch()
 tracker.log(2, {{"score": 0.2}})
+with open(place / "metrics.jsonl", "a") as file:
+    file.write('{{"step": 3, "ti')
 print(tracker.run_id, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -115,6 +117,12 @@ os.kill(os.getpid(), 9)
     assert (run / "status").read_text() == "RUNNING" and _history(run) == [(1, 0.1)]
     with pytest.raises(TrackingError, match=r"Folder at .* did not take everything .*away"):
         sync(tmp_path, Folder)
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    (copy / "folder" / "away").unlink()
+    assert _run(copy, 3).run_id != done.stdout.strip()  # the next run completes it as well
+    completed = copy / "folder" / done.stdout.strip()
+    assert (completed / "status").read_text() == "KILLED"
+    assert _history(completed) == [(1, 0.1), (2, 0.2)]
     (tmp_path / "folder" / "away").unlink()
     assert sync(tmp_path, Folder)[-1].endswith("is complete: KILLED")
     assert (run / "status").read_text() == "KILLED" and _history(run) == [(1, 0.1), (2, 0.2)]

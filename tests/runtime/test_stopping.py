@@ -115,6 +115,9 @@ def test_a_signal_while_the_command_is_imported_ends_it_in_order(number: int) ->
 
 def test_after_the_run_signals_mean_what_they_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with stopping.Signals(print):
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    assert before == {number: signal.getsignal(number) for number in before}
     try:
         stopping.stop_early()
         with stopping.Signals(lambda text: None):
@@ -186,13 +189,6 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, when:
         child.kill()
         child.wait(timeout=10)
         child.stdout.close()
-
-
-def test_handlers_are_given_back() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with stopping.Signals(print):
-        assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 @pytest.mark.parametrize(

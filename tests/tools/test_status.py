@@ -25,13 +25,16 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.panel import panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import (
+    EARLIER,
     STATUS,
+    TIMELINE,
     StatusFile,
+    Timeline,
     condition,
     newest_run,
     read_status,
+    read_timeline,
 )
-from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
 from async_grpo.run.summary import _next_steps
 from tests.support import verbs
 

@@ -128,11 +128,6 @@ def test_a_group_survives_the_wire(group: Group) -> None:
     for name, plane in group.planes.items():
         assert back.planes[name].dtype == plane.dtype
         np.testing.assert_array_equal(back.planes[name], plane)
-
-
-@settings(max_examples=60)
-@given(group=groups())
-def test_what_the_driver_knows_is_what_the_rows_say(group: Group) -> None:
     meta = decode_meta(encode_group(group))
     assert meta.prompt_lengths == tuple(map(len, group.prompts))
     for known, row in zip(meta.rows, group.rows, strict=True):
@@ -162,54 +157,6 @@ def test_a_damaged_frame_is_refused(group: Group, data: st.DataObject) -> None:
         decode_meta(frame)
     with pytest.raises(WireError):
         decode_group(frame)
-
-
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=4)
-    | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=120)
-@given(value=values, data=st.data())
-def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
-    frame = frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
-
-    def change(header: dict) -> None:
-        at: dict | list = header
-        while True:
-            key = (
-                data.draw(st.sampled_from(sorted(at)))
-                if isinstance(at, dict)
-                else data.draw(st.integers(0, len(at) - 1))
-            )
-            if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
-                at = at[key]
-                continue
-            at[key] = value
-            return
-
-    try:
-        meta = decode_meta(with_columns(frame, change))
-    except WireError:
-        return
-    numbers = [meta.group_id, meta.attempt, meta.policy_version, *meta.prompt_lengths]
-    numbers += [
-        number
-        for row in meta.rows
-        for number in (row.length, row.context, row.min_version, row.max_version)
-    ]
-    assert all(type(number) is int and number >= 0 for number in numbers)
-    assert sum(meta.prompt_lengths) + sum(row.length + row.context for row in meta.rows) == 11
-    assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)
 
 
 @pytest.mark.parametrize(
@@ -304,31 +251,18 @@ def deep(levels: int) -> object:
     return value
 
 
-KEYS = [
-    "group_id",
-    "attempt",
-    "policy_version",
-    "run_epoch",
-    "actor_id",
-    "times",
-    "prompt_lengths",
-    "row_prompts",
-    "episodes",
-    "segment_counts",
-    "segments",
-    "roles",
-    "verdicts",
-    "finish_reasons",
-    "reward_names",
-    "rewards",
-    "turn_rewards",
-    "span_counts",
-    "span_versions",
-    "span_tokens",
-    "plane_names",
-    "plane_types",
-    "plane_widths",
-]
+def two_version_frame() -> bytes:
+    """Two rollouts of four tokens: two of version 2, two of version 3."""
+    return frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
+
+
+def header_of(frame: bytes) -> dict:
+    seen: dict = {}
+    with_columns(frame, seen.update)
+    return seen
+
+
+KEYS = list(header_of(two_version_frame()))
 COLUMNS = KEYS[6:]
 EMPTY = ["row_prompts", "episodes", "turn_rewards", "plane_names", "plane_types", "plane_widths"]
 """Columns of a plain group without entries."""
@@ -373,38 +307,28 @@ that the rollout lacks.
 """
 
 
-def two_version_frame() -> bytes:
-    """Two rollouts of four tokens: two of version 2, two of version 3."""
-    return frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
-
-
 def test_the_header_is_what_the_tests_below_take_it_for() -> None:
     seen: dict = {}
     assert with_columns(two_version_frame(), seen.update) == two_version_frame()
-    assert (
-        {name: seen[name] for name in KEYS}
-        == seen
-        == {
-            "group_id": 3,
-            "attempt": 1,
-            "policy_version": 2,
-            "run_epoch": 0,
-            "actor_id": "a",
-            "times": {"start": 1.0},
-            "prompt_lengths": [3],
-            "segment_counts": [1, 1],
-            "segments": [0, 4, 0, 4],
-            "roles": ["train", "train"],
-            "verdicts": [0.0, 1.0],
-            "finish_reasons": ["stop", "stop"],
-            "reward_names": ["correct", "format"],
-            "rewards": [0.0, 1.0, 1.0, 1.0],
-            "span_counts": [2, 2],
-            "span_versions": [2, 3, 2, 3],
-            "span_tokens": [2, 2, 2, 2],
-        }
-        | {name: [] for name in EMPTY}
-    )
+    assert seen == {
+        "group_id": 3,
+        "attempt": 1,
+        "policy_version": 2,
+        "run_epoch": 0,
+        "actor_id": "a",
+        "times": {"start": 1.0},
+        "prompt_lengths": [3],
+        "segment_counts": [1, 1],
+        "segments": [0, 4, 0, 4],
+        "roles": ["train", "train"],
+        "verdicts": [0.0, 1.0],
+        "finish_reasons": ["stop", "stop"],
+        "reward_names": ["correct", "format"],
+        "rewards": [0.0, 1.0, 1.0, 1.0],
+        "span_counts": [2, 2],
+        "span_versions": [2, 3, 2, 3],
+        "span_tokens": [2, 2, 2, 2],
+    } | {name: [] for name in EMPTY}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -467,12 +391,6 @@ def test_a_time_has_a_name_of_text() -> None:
                     two_version_frame(), lambda header, name=name: header.update(times={name: 1.0})
                 )
             )
-
-
-def header_of(frame: bytes) -> dict:
-    seen: dict = {}
-    with_columns(frame, seen.update)
-    return seen
 
 
 @pytest.mark.parametrize("key", [key for key in COLUMNS if key not in EMPTY])
@@ -733,25 +651,17 @@ def test_a_wrong_frame_of_version_4_is_refused(changes: dict) -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("behavior_logprobs", np.nan, "log-prob"),
-        ("behavior_logprobs", -np.inf, "log-prob"),
-        ("behavior_logprobs", np.inf, "log-prob"),
-        ("behavior_logprobs", 0.2, "log-prob"),
-    ],
-)
-def test_the_row_of_a_bad_token_is_named(name: str, value: float, message: str, row: int) -> None:
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.2])
+def test_the_row_of_a_bad_token_is_named(value: float, row: int) -> None:
     """Already in arrays of the wire's types, which are taken as they are, at the first and at the
     last token of a response.
     """
     for at in (0, -1):
         group = make_group(GroupTicket(0, 1, 0), values=(0.0, 1.0, 1.0), versions=(0, 1))
         for one in group.rows:
-            setattr(one, name, getattr(one, name).astype(np.float32))
-        getattr(group.rows[row], name)[at] = value
-        with pytest.raises(WireError, match=f"row {row} has a {message}"):
+            one.behavior_logprobs = one.behavior_logprobs.astype(np.float32)
+        group.rows[row].behavior_logprobs[at] = value
+        with pytest.raises(WireError, match=f"row {row} has a log-prob"):
             encode_group(group)
 
 

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
@@ -50,25 +51,15 @@ POLL_S = 0.2
 """How often somebody who waits for the child looks whether to go on."""
 
 
-class WarmStartError(RuntimeError):
+class WarmStartError(SetupError):
     """The model could not be built; the message ends with what the child process printed last."""
-
-
-def model_directory(
-    config: Config, *, progress: Callable[[str], None], check: Callable[[], None]
-) -> str:
-    """Return where the warm-started model lies, which is made if need be. Raises SetupError."""
-    try:
-        return ensure_warm_start(config, progress=progress, timeout_s=TIMEOUT_S, check=check)
-    except WarmStartError as error:
-        raise SetupError(str(error)) from error
 
 
 def ensure_warm_start(
     config: Config,
     *,
     progress: Callable[[str], None],
-    timeout_s: float,
+    timeout_s: float = TIMEOUT_S,
     check: Callable[[], None] = lambda: None,
 ) -> str:
     """Directory of the warm-started model, cached or built by a child within `timeout_s`;
@@ -111,7 +102,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
             progress=progress,
             out=draft,
         )
-        (draft / _REPORT).write_text(json.dumps(report.as_dict(), indent=1), encoding="utf-8")
+        (draft / _REPORT).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
         draft.chmod(0o755)
         _publish(draft, directory)
     finally:
@@ -210,7 +201,7 @@ def _run_child(
     threads = str(len(os.sched_getaffinity(0)))
     deadline, token = time.monotonic() + timeout_s, uuid.uuid4().hex
     child = subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.contrib.warm_start", token],
+        [sys.executable, "-m", "async_grpo.contrib.warm_start.cache", token],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -291,3 +282,7 @@ def main() -> None:
         )
     except ValueError as error:  # the task does not fit: nothing that a traceback would explain
         print(f"{_REFUSED}{' '.join(str(error).split())}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

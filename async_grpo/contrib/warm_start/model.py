@@ -15,10 +15,11 @@ accuracy by flattening the distribution, which RL undoes quickly.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,10 +72,6 @@ class WarmStartReport:
     blur_steps: int
     blurred: Accuracy
     seconds: float
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report as plain numbers."""
-        return asdict(self)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -147,7 +144,8 @@ def train(
     model = build_model(settings, tokenizer)
     encoder = Encoder(tokenizer)
     probe = encoder.encode(batch(0, _CHECK_PROBLEMS))
-    stream = _stream(settings, batch, start=_CHECK_PROBLEMS)
+    size = settings.batch_size
+    stream = (batch(start, size) for start in itertools.count(_CHECK_PROBLEMS, size))
     trainer = _Trainer(settings, model, encoder, stream, probe)
     clean_steps = trainer.clean(progress)
     clean = measure(model, probe)
@@ -316,15 +314,6 @@ class _Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.item()
-
-
-def _stream(
-    settings: WarmStart, batch: Callable[[int, int], list[Pair]], *, start: int
-) -> Iterator[list[Pair]]:
-    position = start
-    while True:
-        yield batch(position, settings.batch_size)
-        position += settings.batch_size
 
 
 def _blurred(pairs: list[Pair], share: float, noise: random.Random) -> list[Pair]:

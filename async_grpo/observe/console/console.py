@@ -7,12 +7,15 @@ printing.
 
 Invariants: one line per call at most; the last step is always printed; text from outside (answers,
 error messages) can neither move the cursor nor change colours, nor can what other threads and
-children write to standard error; the cursor is back when the run has ended.
+children write to standard error; the cursor is back when the run has ended. Nothing that is written
+to standard error gets lost, and a child that still has it afterwards can go on writing.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import re
 import sys
 import threading
@@ -29,9 +32,11 @@ from rich.text import Text
 from async_grpo.observe.console.panel import known, panel
 from async_grpo.observe.console.progress import Progress
 from async_grpo.observe.console.status_file import StatusFile
-from async_grpo.observe.console.stderr import StderrLines, same_terminal
-from async_grpo.runtime.text import visible
+from async_grpo.runtime.text import visible, without_colours
 
+STDERR = 2
+JOIN_S = 1.0
+"""A child that outlives the panel keeps its end of the pipe, so the thread may outlive it too."""
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0
 _VERDICT_INTERVAL_S = 30.0
@@ -54,6 +59,50 @@ _COLUMNS = (
     ("train/entropy", "entropy {:.2f}"),
 )
 """Metrics of a step line and their text, in their order."""
+
+
+class StderrLines:
+    """Hands every line that is written to standard error to `say`, until `stop`. It takes the file
+    descriptor itself, for a traceback may come from another thread, from C++, or from a child, of
+    which `sys.stderr` in its place would see the first only.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        sys.stderr.flush()
+        self._terminal = os.dup(STDERR)
+        reading, writing = os.pipe()
+        os.dup2(writing, STDERR)
+        os.close(writing)
+        self._thread = threading.Thread(
+            target=self._read, args=(reading,), name="async_grpo-stderr", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.stop)  # the traceback of a script that ends with the panel on
+
+    def stop(self) -> None:
+        """Give standard error back."""
+        atexit.unregister(self.stop)
+        sys.stderr.flush()
+        os.write(STDERR, b"\n")  # the end of what has no end yet
+        os.dup2(self._terminal, STDERR)
+        os.close(self._terminal)
+        self._thread.join(JOIN_S)
+
+    def _read(self, reading: int) -> None:
+        with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                last = line.rstrip("\r\n").rpartition("\r")[2]  # state of a bar drawn again
+                if text := without_colours(last.expandtabs()):
+                    self._say(text)
+
+
+def same_terminal(descriptor: int) -> bool:
+    """Whether standard error goes to the terminal that this descriptor is."""
+    try:
+        return os.isatty(STDERR) and os.fstat(STDERR).st_rdev == os.fstat(descriptor).st_rdev
+    except OSError:  # it is closed
+        return False
 
 
 class Screen:

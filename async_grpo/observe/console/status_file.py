@@ -1,11 +1,18 @@
-"""`status.json`: how a run is doing, for those who look at it from outside.
+"""`status.json`: how a run is doing, for those who look at it from outside; and `timeline.jsonl`,
+when what happened, from which the report draws. One line per event:
 
-Runs in: the driver, in a thread of its own (writing); the status command (reading). Hides how a
-reader finds out that the writer is gone.
+    {"time": Unix seconds, "kind": "start" | "phase" | "publication" | "note" | "end", ...}
 
-Invariants: a reader sees a whole file, the one before or the new one; no learner step waits for it;
-it is written every `EVERY_S` while there is something new, else every `BEAT_S`, so that its age
-says whether the driver lives where its process cannot be seen.
+A `phase` has `begin`, `text` and `failed`, a `publication` `begin`, `version` and `paused_s`; both
+are written when they are over.
+
+Runs in: the driver, in a thread of its own (writing); status command and report (reading). Hides
+how a reader finds out that the writer is gone.
+
+Invariants: a reader sees a whole status, the one before or the new one; no learner step waits for
+it; it is written every `EVERY_S` while there is something new, else every `BEAT_S`, so that its age
+says whether the driver lives where its process cannot be seen. Events wait in memory, at most
+EVENTS of them; two files of PART_BYTES hold the newest ones, however long the run is.
 """
 
 from __future__ import annotations
@@ -18,13 +25,14 @@ import shlex
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from async_grpo.errors import EXIT_MEANING, SetupError
 from async_grpo.observe.console.progress import Progress
-from async_grpo.observe.console.timeline import Timeline
 from async_grpo.runtime import lifetime, stacks
 from async_grpo.runtime.text import ago
 
@@ -35,6 +43,10 @@ SILENT_S = 60.0
 """A file this old, of a process that cannot be seen from here, is of a run or node that is gone."""
 SLOW_FACTOR, SLOW_S = 10.0, 120.0
 """A learner step that takes so many times as long as those before, and so long, is worth a word."""
+
+TIMELINE, EARLIER = "timeline.jsonl", "timeline.1.jsonl"
+PART_BYTES = 4 << 20
+EVENTS = 10_000
 
 _log = logging.getLogger(__name__)
 
@@ -169,3 +181,48 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
             text = f"the last learner step ended {ago(since)} ago; the ones before took "
             return Condition("slow", f"{text}{usual:.3g} s each")
     return Condition("running", "")
+
+
+class Timeline:
+    """Appends events to one run's file. Thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._earlier = run_dir / TIMELINE, run_dir / EARLIER
+        self._lock = threading.Lock()
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Remember an event for the next `flush`."""
+        self._events.append(event)
+
+    def flush(self) -> None:
+        """Write new events. Raises OSError, and keeps the events for the next call."""
+        with self._lock:
+            taken = list(self._events)
+            if not taken:
+                return
+            data = "".join(json.dumps(event) + "\n" for event in taken).encode()
+            if self._path.exists() and self._path.stat().st_size > PART_BYTES:
+                os.replace(self._path, self._earlier)
+            with open(self._path, "ab") as file:
+                file.write(data)
+            for _ in taken:
+                self._events.popleft()
+
+
+def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield all events that are kept, oldest first, without lines that were cut off."""
+    for path in (run_dir / EARLIER, run_dir / TIMELINE):
+        if path.is_file():
+            yield from json_objects(path.read_bytes(), time=(int, float), kind=str)
+
+
+def json_objects(data: bytes, **types: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects, one a line, that have values of these types under these keys."""
+    for line in data.split(b"\n"):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # cut off by the death of its writer
+        if isinstance(found, dict) and all(isinstance(found.get(key), types[key]) for key in types):
+            yield found

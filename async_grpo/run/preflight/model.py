@@ -111,7 +111,7 @@ def made_model(config: Config, *, note: Callable[[str], None], check: Callable[[
     if config.model.path is not None and (known := known_model(config)):
         return known
     made = needed("warm_start", "`model.warm_start`")
-    return made.model_directory(config, progress=note, check=check)
+    return made.ensure_warm_start(config, progress=note, check=check)
 
 
 def rate_notes(config: Config) -> Iterator[str]:

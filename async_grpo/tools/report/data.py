@@ -18,8 +18,7 @@ from typing import Any
 
 from async_grpo.config.stored import read_settings
 from async_grpo.errors import SetupError
-from async_grpo.observe.console.status_file import STATUS
-from async_grpo.observe.console.timeline import json_objects, read_timeline
+from async_grpo.observe.console.status_file import STATUS, json_objects, read_timeline
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES
 from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 

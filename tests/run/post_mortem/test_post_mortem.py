@@ -435,11 +435,11 @@ def test_a_bundle_is_written_in_bounded_time_whatever_hangs(
     session = SimpleNamespace(nodes=lambda: time.sleep(1000))
     scene = post_mortem.Scene(session=session, queue=Handle(), actors=actors, learner=learner)
     started = time.monotonic()
-    report = post_mortem.write(tmp_path, scene, code=5, meaning="stalled", message="no batch")
+    where, path = post_mortem.write(tmp_path, scene, code=5, meaning="stalled", message="no batch")
     assert time.monotonic() - started < 5 + 10
     assert not ray.is_initialized(), "to look at a run starts nothing"
-    assert report.where == f"it was starting; learner-0 (pid {child.pid}) is stopped (by SIGSTOP)"
-    told = json.loads((report.path / "summary.json").read_text())
+    assert where == f"it was starting; learner-0 (pid {child.pid}) is stopped (by SIGSTOP)"
+    told = json.loads((path / "summary.json").read_text())
     assert (
         set(told["silent"]) == {"queue", "actor actor-0.0", "learner", "other_nodes"}
         and "ZeroDivisionError" in told["silent"]["learner"]
@@ -449,15 +449,15 @@ def test_a_bundle_is_written_in_bounded_time_whatever_hangs(
         "acknowledged": "v0.3",
         "status": None,
     }
-    assert "did not answer" in (report.path / "summary.txt").read_text()
+    assert "did not answer" in (path / "summary.txt").read_text()
 
 
 def test_a_bundle_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    report = post_mortem.write(
+    where, path = post_mortem.write(
         tmp_path / "file", post_mortem.Scene(), code=1, meaning="a bug", message="it"
     )
-    assert report.path is None and "could not be written" in report.where
+    assert path is None and "could not be written" in where
 
 
 # ---- the watchdog ----
