@@ -6,18 +6,27 @@ Runs in: the process of a benchmark.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import ctypes
+import gc
+import inspect
 import json
 import math
 import os
 import platform
 import re
+import socket
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT_95 = dict(
     zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), strict=True)
@@ -53,6 +62,22 @@ Part = tuple[list[str], list[str], Any]
 """Lines of a table, lines of the list of aims, and values for the JSON."""
 
 
+def arguments_of(benchmark: str, what: str) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks: where the results go. what: one sentence."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=what)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument(
+        "--docs", type=Path, help="a file whose tables between the markers are replaced"
+    )
+    return parser
+
+
+def add_smoke(parser: argparse.ArgumentParser) -> None:
+    """Take `--smoke`."""
+    text = "tiny and short: shows that it runs, not how fast"
+    parser.add_argument("--smoke", action="store_true", help=text)
+
+
 class Report:
     """The parts of a benchmark: printed as they come, then written where --out and --docs say."""
 
@@ -60,14 +85,6 @@ class Report:
         self._benchmark, self._shown, self._aims = benchmark, [where], list[str]()
         self._results: dict[str, Any] = {"machine": where}
         print(where, flush=True)
-
-    @staticmethod
-    def options(parser: argparse.ArgumentParser) -> None:
-        """Take where the results go."""
-        parser.add_argument("--out", type=Path, help="where the JSON goes")
-        parser.add_argument(
-            "--docs", type=Path, help="a file whose tables between the markers are replaced"
-        )
 
     def keep(self, name: str, part: Part) -> None:
         """Print a part."""
@@ -79,12 +96,99 @@ class Report:
     def end(self, arguments: argparse.Namespace) -> None:
         """Print the aims, and write."""
         aims = list(self._aims)
-        self.keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], aims))
+        self.keep("aims", (aims_table(aims), [], aims))
         if arguments.out:
             text = json.dumps(self._results, indent=1) + "\n"
             arguments.out.write_text(text, encoding="utf-8")
         if arguments.docs:
             write_docs(arguments.docs, self._shown, benchmark=self._benchmark)
+
+
+def aims_table(aims: Sequence[str]) -> list[str]:
+    """Aims below their head."""
+    return ["| aim | measured | |", "|---|---|---|", *aims]
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+
+
+def run_logged(
+    command: Sequence[str], log: Path, *, limit_s: float, environment: dict[str, str] | None = None
+) -> None:
+    """Run a command to its end, its output in `log`. Raises RuntimeError with the end of it."""
+    with open(log, "w", encoding="utf-8") as out:
+        try:
+            done = subprocess.run(
+                command,
+                check=False,
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no end within {limit_s:g} s:\n" + tail(log)) from error
+    if done.returncode != 0:
+        raise RuntimeError(f"exit code {done.returncode}:\n" + tail(log))
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def apart(work: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+    """Do the work in a process of its own, with one thread; a coroutine function on a loop."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_alone, work, arguments, limit_s).result(timeout=limit_s + 60)
+
+
+def _alone(work: Callable[..., Any], arguments: Sequence[Any], limit_s: float) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    if inspect.iscoroutinefunction(work):
+        return asyncio.run(asyncio.wait_for(work(*arguments), limit_s))
+    return work(*arguments)
+
+
+def quiet() -> None:
+    """Set what keeps libraries quiet in this process and its children, unless it is set."""
+    for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
+        os.environ.setdefault(name, value)
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> None:
+    """Make this process a learner rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A port below those that the system gives to outgoing connections: one of theirs could be
+    taken before the ranks meet there.
+    """
+    for port in range(20_000 + os.getpid() % 5_000, 32_000):
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError("no port below 32,000 is free for the learner's ranks to meet")
+
+
+def memory_level() -> int:
+    """Resident memory of this process now, in kB; VmHWM counts from here on."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what loading has freed would hide what comes
+    Path("/proc/self/clear_refs").write_text("5")
+    return kilobytes("/proc/self/status", "VmRSS")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

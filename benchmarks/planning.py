@@ -11,7 +11,6 @@ With `--rows` it can be stopped and started again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 from async_grpo.config.load import load_config
 from async_grpo.tools.predict.advice import workload
 from async_grpo.tools.predict.rehearsal import predict
-from benchmarks.harness import aim, append, machine, read_rows, write_docs
+from benchmarks.harness import Part, Report, aim, append, arguments_of, machine, read_rows
 from benchmarks.tails import MODELS
 from benchmarks.throughput.run import measured
 
@@ -112,10 +111,10 @@ def compare(case: Case, found: dict[str, float], source: Path, *, model: str) ->
     }
 
 
-def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
-    """Lines for a person."""
+def part(rows: list[dict[str, Any]], runs: int) -> Part:
+    """Table, aims and values."""
     lines = [
-        f"{machine()}. Medians of {runs} runs; measured / planned.",
+        f"Medians of {runs} runs; measured / planned.",
         "",
         "| configuration | tokens/s | learner idle | mean lag |",
         "|---|---|---|---|",
@@ -128,7 +127,6 @@ def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
             for name, digits in (("tokens_per_s", ",.0f"), ("idle", ".1%"), ("lag_mean", ".2f"))
         )
         lines.append(f"| {row['case']}{mark} | {cells} |")
-    lines += ["", "| aim | figure | |", "|---|---|---|"]
     far = [
         (
             abs(row["planned"]["tokens_per_s"] / row["found"]["tokens_per_s"] - 1),
@@ -139,17 +137,17 @@ def table(rows: list[dict[str, Any]], runs: int) -> list[str]:
         for row in rows
     ]
     throughput, lag, idle = (max(values) for values in zip(*far, strict=True))
-    lines.append(
+    aims = [
         aim(
             "planned: throughput and lag within 10 %, idle within 5 points",
             f"at worst {throughput:.0%}, {lag:.0%} and {100 * idle:.0f} points",
             met=max(throughput, lag) <= CLOSE and idle <= POINTS,
         )
-    )
+    ]
     found = {row["case"]: row["found"] for row in rows}
     if {AUTO, FIXED} <= found.keys():
-        lines += [saved(found[AUTO], found[FIXED])]
-    return lines
+        aims.append(saved(found[AUTO], found[FIXED]))
+    return lines, aims, rows
 
 
 def saved(auto: dict[str, float], fixed: dict[str, float]) -> str:
@@ -172,9 +170,7 @@ def median(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning", description="The planner against real runs."
-    )
+    parser = arguments_of("planning", "The planner against real runs.")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", default="14M", choices=sorted(MODELS))
     parser.add_argument("--only", nargs="+", help="parts of names of the cases")
@@ -184,7 +180,6 @@ def main() -> None:
         metavar="FILE",
         help="one JSON row per run; known ones are not repeated",
     )
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
     arguments = parser.parse_args()
     cases = [
         case
@@ -214,10 +209,9 @@ def main() -> None:
             compare(case, median(found[case.name]), sources[case.config], model=model)
             for case in cases
         ]
-    lines = table(rows, arguments.runs)
-    print("\n".join(lines))
-    if arguments.docs is not None:
-        write_docs(arguments.docs, lines, benchmark="planning")
+    report = Report("planning", machine())
+    report.keep("cases", part(rows, arguments.runs))
+    report.end(arguments)
 
 
 if __name__ == "__main__":

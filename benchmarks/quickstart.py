@@ -20,10 +20,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, json_lines
 
 MARK = "ASYNC_GRPO_BENCHMARK_MARK"
 TIMEOUT_S = 900.0
+HEAD = (
+    "| seed | greedy before -> after | sampled before -> after | RL seconds | to first step "
+    "| total | publishing | largest lag | peak memory |"
+)
+LINE = (
+    "| {seed} | {before_greedy:.1%} -> {after_greedy:.1%} | {before_sampled:.1%} -> "
+    "{after_sampled:.1%} | {rl_s:.0f} | {first_step_s:.0f} s | {total_s:.0f} s | {publishing:.1%} "
+    "| {lag_max:.0f} | {peak_gb:.1f} GB |"
+)
 
 
 def memory_mb(mark: str) -> float:
@@ -49,15 +58,8 @@ def run_seed(
 ) -> dict[str, Any]:
     """One run of the quickstart; what it reached and what it cost."""
     directory, mark = keep / f"seed{seed}", uuid.uuid4().hex
-    command = [
-        sys.executable,
-        "-m",
-        "async_grpo.run",
-        config,
-        f"seed={seed}",
-        f"run.dir={directory}",
-        *overrides,
-    ]
+    settings = [f"seed={seed}", f"run.dir={directory}", *overrides]
+    command = [sys.executable, "-m", "async_grpo.run", config, *settings]
     if cold:
         command.append(f"model.warm_start.cache_dir={keep / f'cache{seed}'}")
     started, peak = time.time(), 0.0
@@ -75,7 +77,7 @@ def run_seed(
         raise RuntimeError(
             f"seed {seed} ended with exit code {process.returncode}, see {keep / f'seed{seed}.txt'}"
         )
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(directory / "metrics.jsonl")
     steps = [line for line in lines if "time/step" in line]
     evaluations = [line for line in lines if "eval/accuracy_greedy" in line]
     before, after = evaluations[0], evaluations[-1]
@@ -112,10 +114,7 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}; logs in {keep}"
     )
-    print(
-        "| seed | greedy before -> after | sampled before -> after | RL seconds | to "
-        "first step | total | publishing | largest lag | peak memory |"
-    )
+    print(HEAD)
     print("|---|---|---|---|---|---|---|---|---|")
     results = []
     for seed in arguments.seeds:
@@ -127,14 +126,7 @@ def main() -> None:
             keep=keep,
         )
         results.append(row)
-        print(
-            f"| {seed} | {row['before_greedy']:.1%} -> {row['after_greedy']:.1%} | "
-            f"{row['before_sampled']:.1%} -> {row['after_sampled']:.1%} "
-            f"| {row['rl_s']:.0f} | {row['first_step_s']:.0f} s | {row['total_s']:.0f} s | "
-            f"{row['publishing']:.1%} | {row['lag_max']:.0f} "
-            f"| {row['peak_gb']:.1f} GB |",
-            flush=True,
-        )
+        print(LINE.format(**row), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -8,9 +8,6 @@ the lines that it prints, with the time at which they come. The first run fills 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import re
 import statistics
 import subprocess
@@ -18,10 +15,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from benchmarks.harness import ROOT, aim, machine, spread, write_docs
+from benchmarks.harness import (
+    ROOT,
+    Part,
+    Report,
+    add_smoke,
+    aim,
+    arguments_of,
+    machine,
+    quiet,
+    spread,
+)
 
 START_AIM_S = 25.0
 TIMEOUT_S = 600.0
@@ -90,84 +97,49 @@ def run_once(command: list[str]) -> Start:
     return read(lines, time.perf_counter() - started)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.startup",
-        description="Seconds from the command to the first learner step.",
-    )
-    parser.add_argument("config", nargs="?", default="configs/quickstart.yaml")
-    parser.add_argument("--runs", type=int, default=5, help="after the first, which is shown apart")
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="one run, which may fill the caches: shows that it runs, not how fast",
-    )
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose table between the markers is replaced"
-    )
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args(argv)
-    about = machine("ray", "vllm", "deepspeed")
-    starts: list[Start] = []
-    with tempfile.TemporaryDirectory(prefix="startup-") as temporary:
-        for number in range(1 if arguments.smoke else 1 + arguments.runs):
-            starts.append(
-                run_once(
-                    [
-                        sys.executable,
-                        "-m",
-                        "async_grpo.run",
-                        arguments.config,
-                        f"run.dir={temporary}/{number}",
-                        "run.total_steps=1",
-                        "evaluation.before=false",
-                        *arguments.overrides,
-                    ]
-                )
-            )
-            print(f"{starts[-1].to_first_step:.1f} s", file=sys.stderr, flush=True)
+def part(config: str, starts: list[Start]) -> Part:
+    """Table, aims and values; the first of several starts is shown apart."""
     first, counted = starts[0], starts[1:] or starts
     lines = [
-        about,
-        "",
-        f"{arguments.config}, {len(counted)} runs",
+        f"{config}, {len(counted)} runs",
         "",
         "| phase | seconds | first run |",
         "|---|---|---|",
     ]
+
+    def row(what: str, seconds: Callable[[Start], float]) -> str:
+        whole = spread([seconds(one) for one in counted], ".1f")
+        lines.append(f"| {what} | {whole} | {seconds(first):.1f} |")
+        return whole
+
     for name in counted[0].phases:
-        lines.append(
-            f"| {name} | {spread([one.phases.get(name, 0.0) for one in counted], '.1f')} | "
-            f"{first.phases.get(name, 0.0):.1f} |"
-        )
-    whole = spread([one.to_first_step for one in counted], ".1f")
-    lines.append(
-        f"| from the command to the first learner step | {whole} | {first.to_first_step:.1f} |"
-    )
-    lines.append(
-        f"| until the command has ended | {spread([one.total for one in counted], '.1f')} "
-        f"| {first.total:.1f} |"
-    )
+        row(name, lambda one, name=name: one.phases.get(name, 0.0))
+    whole = row("from the command to the first learner step", lambda one: one.to_first_step)
+    row("until the command has ended", lambda one: one.total)
     met = statistics.median(one.to_first_step for one in counted) <= START_AIM_S
-    lines += [
-        "",
-        "| aim | measured | |",
-        "|---|---|---|",
-        aim(f"first learner step within {START_AIM_S:g} s", f"{whole} s", met=met),
-    ]
-    print("\n".join(lines))
-    if arguments.out:
-        record = {
-            "machine": about,
-            "config": arguments.config,
-            "starts": [asdict(one) for one in starts],
-        }
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, lines, benchmark="startup")
+    reached = aim(f"first learner step within {START_AIM_S:g} s", f"{whole} s", met=met)
+    return lines, [reached], [asdict(one) for one in starts]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments_of("startup", "Seconds from the command to the first learner step.")
+    parser.add_argument("config", nargs="?", default="configs/quickstart.yaml")
+    parser.add_argument("--runs", type=int, default=5, help="after the first, which is shown apart")
+    add_smoke(parser)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args(argv)
+    report = Report("startup", machine("ray", "vllm", "deepspeed"))
+    command = [sys.executable, "-m", "async_grpo.run", arguments.config]
+    settings = ["run.total_steps=1", "evaluation.before=false", *arguments.overrides]
+    starts: list[Start] = []
+    with tempfile.TemporaryDirectory(prefix="startup-") as temporary:
+        for number in range(1 if arguments.smoke else 1 + arguments.runs):
+            starts.append(run_once([*command, f"run.dir={temporary}/{number}", *settings]))
+            print(f"{starts[-1].to_first_step:.1f} s", file=sys.stderr, flush=True)
+    report.keep("starts", part(arguments.config, starts))
+    report.end(arguments)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    quiet()
     main()

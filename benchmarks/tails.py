@@ -33,6 +33,33 @@ _SPECIAL = ["<pad>", "<eos>", "<unk>"]
 _CHARACTERS = string.printable[:95]
 
 
+def random_qwen2(
+    vocabulary: int,
+    hidden: int,
+    layers: int,
+    *,
+    positions: int = 1_024,
+    end: int | None = None,
+    dtype: str = "float32",
+) -> Qwen2ForCausalLM:
+    """A Qwen2 drawn from torch's global generator. end: id of the token that ends a sequence."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        eos_token_id=end,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    config.dtype = getattr(torch, dtype)
+    return Qwen2ForCausalLM(config).to(config.dtype)
+
+
 @dataclass(frozen=True)
 class TailModel:
     """A Qwen2 with random weights. mean: of a response's tokens, before it is cut off; None: no
@@ -57,21 +84,8 @@ class TailModel:
 
     def build(self) -> Qwen2ForCausalLM:
         """The model, drawn from torch's global generator."""
-        return Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=4 * self.hidden,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.hidden // 64,
-                num_key_value_heads=self.hidden // 64,
-                max_position_embeddings=self.positions,
-                tie_word_embeddings=False,
-                eos_token_id=1,
-                bos_token_id=None,
-                pad_token_id=0,
-            )
-        ).float()
+        shape = self.vocabulary, self.hidden, self.layers
+        return random_qwen2(*shape, positions=self.positions, end=1)
 
     def write(self, directory: Path) -> str:
         """Model and tokenizer as files."""

@@ -18,9 +18,7 @@ the file, so that it can be stopped and started again. Give it a machine of its 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +33,10 @@ from benchmarks.harness import (
     cell,
     difference,
     interval,
+    json_lines,
     machine,
     read_rows,
+    run_logged,
     write_docs,
 )
 
@@ -112,16 +112,8 @@ def run(job: Job, directory: Path) -> dict[str, Any]:
     if job.kind == "places":
         settings += ["evaluation.every_steps=0", "evaluation.before=false"]
     command = [sys.executable, "-m", "async_grpo.run", CONFIG, *settings]
-    log = directory.with_suffix(".txt")
-    with open(log, "w", encoding="utf-8") as output:
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
-        )
-    if done.returncode != 0:
-        tail = log.read_text(encoding="utf-8").splitlines()[-15:]
-        raise RuntimeError("\n".join([f"exit code {done.returncode}:", *tail]))
-    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
-    return course([json.loads(line) for line in text.splitlines()]) | {"steps": steps}
+    run_logged(command, directory.with_suffix(".txt"), limit_s=TIMEOUT_S)
+    return course(json_lines(directory / "metrics.jsonl")) | {"steps": steps}
 
 
 def course(lines: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -135,14 +127,10 @@ def course(lines: Sequence[dict[str, float]]) -> dict[str, Any]:
         seconds[number] = line["time"] - began
         tokens[number] = tokens[number - 1] + line["rollout/response_tokens"]
     points = [
-        (
-            int(line["step"]),
-            round(seconds[int(line["step"])], 2),
-            int(tokens[int(line["step"])]),
-            line["eval/accuracy_greedy"],
-        )
+        (step, round(seconds[step], 2), int(tokens[step]), line["eval/accuracy_greedy"])
         for line in lines
         if "eval/accuracy_greedy" in line
+        for step in [int(line["step"])]
     ]
     last = max(steps)
     kept = [steps[number] for number in range(SKIPPED + 1, last + 1)]

@@ -9,7 +9,6 @@ are geometric. `--smoke` shows that it runs, not how fast.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,8 +17,18 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.harness import aim, machine, spread, write_docs
-from benchmarks.learner.arm import ArmResult, Work, run_arm
+from benchmarks.harness import (
+    Part,
+    Report,
+    add_smoke,
+    aim,
+    apart,
+    arguments_of,
+    machine,
+    quiet,
+    spread,
+)
+from benchmarks.learner.arm import TIMEOUT_S, ArmResult, Work, run_arm
 from benchmarks.tails import MODELS, TailModel
 
 RATIO_AIM, PADDING_AIM, APART_AIM = 0.95, 0.02, 1e-5
@@ -92,71 +101,39 @@ def aims(name: str, arms: list[ArmResult]) -> list[str]:
     return lines
 
 
+def part(model: TailModel, arms: list[ArmResult], work: Work) -> Part:
+    """Table, aims and values of one model."""
+    lines = [described(model.name, work, arms[0]), "", *HEADER]
+    values = {"work": asdict(work), "arms": [asdict(one) for one in arms]}
+    return lines + [line(model.name, one) for one in arms], aims(model.name, arms), values
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learner", description="The learner against a bare PyTorch loop."
-    )
+    parser = arguments_of("learner", "The learner against a bare PyTorch loop.")
     parser.add_argument("--sizes", nargs="+", choices=list(MODELS), default=["1M", "14M"])
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument(
         "--learner", nargs="+", default=[], metavar="KEY=VALUE", help="settings: compile=true"
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a tiny model and two turns: shows that it runs, not how fast",
-    )
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose table between the markers is replaced"
-    )
+    add_smoke(parser)
     arguments = parser.parse_args(argv)
-    about = machine("torch", "deepspeed", "transformers")
+    smoke, turns = arguments.smoke, 2 if arguments.smoke else arguments.turns
     pairs = [text.partition("=")[::2] for text in arguments.learner]
     settings = {key: json.loads(value) for key, value in pairs}
-    models = [SMOKE] if arguments.smoke else [MODELS[name] for name in arguments.sizes]
-    stages = [1] if arguments.smoke else [None, *arguments.stages]
-    lines, reached, results = (
-        [about, ""],
-        ["", "| aim | measured | |", "|---|---|---|"],
-        {"machine": about},
-    )
+    report = Report("learner", machine("torch", "deepspeed", "transformers"))
     with tempfile.TemporaryDirectory(prefix="learner-") as temporary:
-        for model in models:
-            path, work = (
-                model.write(Path(temporary) / model.name),
-                work_for(model, smoke=arguments.smoke),
-            )
-            arms = []
-            for stage in stages:
-                arms.append(
-                    run_arm(
-                        path,
-                        work,
-                        stage=stage,
-                        turns=2 if arguments.smoke else arguments.turns,
-                        settings=settings,
-                    )
-                )
+        for model in [SMOKE] if smoke else [MODELS[name] for name in arguments.sizes]:
+            path = model.write(Path(temporary) / model.name)
+            work, arms = work_for(model, smoke=smoke), []
+            for stage in [1] if smoke else [None, *arguments.stages]:
+                arms.append(apart(run_arm, path, work, stage, turns, settings, limit_s=TIMEOUT_S))
                 print(line(model.name, arms[-1]), file=sys.stderr, flush=True)
-            lines += [
-                described(model.name, work, arms[0]),
-                "",
-                *HEADER,
-                *(line(model.name, one) for one in arms),
-                "",
-            ]
-            reached += aims(model.name, arms)
-            results[model.name] = {"work": asdict(work), "arms": [asdict(one) for one in arms]}
-    print("\n".join(lines + reached[1:]))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, lines[:-1] + reached, benchmark="learner")
+            report.keep(model.name, part(model, arms, work))
+    report.end(arguments)
 
 
 if __name__ == "__main__":
-    for variable, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    quiet()
     main()

@@ -10,16 +10,10 @@ packs, and computes its metrics while it does.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +24,8 @@ from async_grpo.learner.attention import of_rows
 from async_grpo.learner.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.learner.packing import PackedRow
 from async_grpo.wire import codec
-from benchmarks.harness import kilobytes
+from benchmarks.harness import free_port, kilobytes, memory_level, rank_environment
 from benchmarks.tails import PROMPT_TOKENS
-from benchmarks.weight_sync.learner import free_port
 
 LR, CLIP_NORM, BETAS = 1e-6, 1.0, (0.9, 0.95)
 TIMEOUT_S = 900.0
@@ -206,12 +199,7 @@ class Ours:
     """The learner, as a learner rank drives it."""
 
     def __init__(
-        self,
-        model: str,
-        batch: Batch,
-        work: Work,
-        stage: int,
-        settings: dict[str, Any] | None = None,
+        self, model: str, batch: Batch, work: Work, stage: int, settings: dict[str, Any]
     ) -> None:
         """settings: more of the section `learner`."""
         from async_grpo.learner.learner import Learner
@@ -234,7 +222,7 @@ class Ours:
                     "weight_decay": 0.0,
                     "betas": list(BETAS),
                     "tokens_per_micro_batch": work.budget,
-                    **(settings or {}),
+                    **settings,
                 },
             }
         )
@@ -249,25 +237,10 @@ class Ours:
 
 
 def run_arm(
-    model: str, work: Work, *, stage: int | None, turns: int, settings: dict[str, Any] | None = None
+    model: str, work: Work, stage: int | None, turns: int, settings: dict[str, Any]
 ) -> ArmResult:
-    """Measure one arm in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        done = pool.submit(_measure, model, work, stage, turns, settings)
-        return done.result(timeout=TIMEOUT_S)
-
-
-def _measure(
-    model: str, work: Work, stage: int | None, turns: int, settings: dict[str, Any] | None
-) -> ArmResult:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    """Measure one arm, in a process of its own."""
+    rank_environment(0, 1, free_port())
     batch = Batch(work)
     import deepspeed  # noqa: F401 - before the level of memory is taken, as in a learner rank
 
@@ -309,10 +282,7 @@ def _built(build: Callable[[], Bare | Ours]) -> tuple[Bare | Ours, float]:
     """One side after its first two steps, and the resident peak meanwhile above the level before,
     in MB.
     """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    level = kilobytes("/proc/self/status", "VmRSS")
+    level = memory_level()
     side = build()
     side.step()
     side.step()

@@ -19,7 +19,6 @@ contestant's process, all threads.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -39,7 +38,7 @@ from async_grpo.cluster.queue import QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
-from benchmarks.harness import Part, Report, aim, kilobytes, machine, spread
+from benchmarks.harness import Part, Report, aim, arguments_of, kilobytes, machine, spread
 from benchmarks.queue.actors import Consumer, PlainQueue, Producer, Shape
 
 PRODUCERS, MAX_STALENESS, WARM_UP_STEPS, MAX_STEPS = 2, 3, 4, 100_000
@@ -283,9 +282,7 @@ def contest_part(name: str, *, rounds: int, directory: Path) -> Part:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.queue", description="What the replay queue carries."
-    )
+    parser = arguments_of("queue", "What the replay queue carries.")
     parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -293,7 +290,6 @@ def main() -> None:
         type=Path,
         help="where the journals go (default: the directory of temporary files)",
     )
-    Report.options(parser)
     arguments = parser.parse_args()
     report = Report("queue", machine("ray"))
     session = RaySession.open(processes=PRODUCERS + 6)

@@ -9,17 +9,24 @@ engine has a core of its own, as in a run. `--smoke` shows that it runs, not how
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.harness import aim, machine, spread, write_docs
-from benchmarks.rollout.side import Load, RolloutResult, Side, measure
+from benchmarks.harness import (
+    Part,
+    Report,
+    add_smoke,
+    aim,
+    apart,
+    arguments_of,
+    machine,
+    quiet,
+    spread,
+)
+from benchmarks.rollout.side import TIMEOUT_S, Load, RolloutResult, Side, measure
 from benchmarks.tails import MODELS, TailModel
 
 RATIO_AIM, AIM_PARAMETERS, AIM_TOKENS = 0.98, 13_000_000, 64
@@ -57,10 +64,25 @@ def line(name: str, found: RolloutResult) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout", description="A rollout actor against bare vLLM."
+def part(model: TailModel, found: RolloutResult, load: Load) -> Part:
+    """Table, aims and values of one model."""
+    about = (
+        f"{model.name}: {load.groups} groups of {load.group_size} responses per turn, at most "
+        f"{load.sequences} at the same time, {'a seed per group' if load.seeded else 'not seeded'};"
+        " CPU microseconds per token: actor / bare"
     )
+    parameters = sum(one.numel() for one in model.build().parameters())
+    aims = []
+    if parameters >= AIM_PARAMETERS and found.mean_tokens >= AIM_TOKENS:
+        ratio = statistics.median(found.ratios)
+        what = f"{RATIO_AIM} of bare vLLM, {model.name}"
+        aims.append(aim(what, f"{ratio:.3f}", met=ratio >= RATIO_AIM))
+    values = asdict(found) | {"load": asdict(load)}
+    return [about, "", *HEADER, line(model.name, found)], aims, values
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments_of("rollout", "A rollout actor against bare vLLM.")
     parser.add_argument("--sizes", nargs="+", choices=list(MODELS), default=["1M", "14M"])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument(
@@ -68,63 +90,20 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="the engine's own random numbers: other tokens on each side",
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a tiny model and two turns: shows that it runs, not how fast",
-    )
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose table between the markers is replaced"
-    )
+    add_smoke(parser)
     arguments = parser.parse_args(argv)
-    about = machine("vllm", "torch")
-    load = SMOKE_LOAD if arguments.smoke else Load(seeded=not arguments.unseeded)
-    lines = [
-        about,
-        "",
-        (
-            f"{load.groups} groups of {load.group_size} responses per turn, at most "
-            f"{load.sequences} at the same time, "
-            f"{'a seed per group' if load.seeded else 'not seeded'}; CPU microseconds per "
-            "token: actor / bare"
-        ),
-        "",
-        *HEADER,
-    ]
-    reached, results = (
-        ["", "| aim | measured | |", "|---|---|---|"],
-        {"machine": about, "load": asdict(load)},
-    )
+    smoke = arguments.smoke
+    load = SMOKE_LOAD if smoke else Load(seeded=not arguments.unseeded)
+    report = Report("rollout", machine("vllm", "torch"))
     with tempfile.TemporaryDirectory(prefix="rollout-") as temporary:
-        for model in [SMOKE] if arguments.smoke else [MODELS[name] for name in arguments.sizes]:
-            path = model.write(Path(temporary) / model.name)
-            found = measure(path, load, turns=2 if arguments.smoke else arguments.turns)
-            lines.append(line(model.name, found))
-            print(lines[-1], file=sys.stderr, flush=True)
-            results[model.name] = asdict(found)
-            parameters = sum(one.numel() for one in model.build().parameters())
-            if parameters >= AIM_PARAMETERS and found.mean_tokens >= AIM_TOKENS:
-                ratio = statistics.median(found.ratios)
-                reached.append(
-                    aim(
-                        f"{RATIO_AIM} of bare vLLM, {model.name}",
-                        f"{ratio:.3f}",
-                        met=ratio >= RATIO_AIM,
-                    )
-                )
-    print("\n".join(lines + reached))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if arguments.docs:
-        write_docs(arguments.docs, lines + reached, benchmark="rollout")
+        for model in [SMOKE] if smoke else [MODELS[name] for name in arguments.sizes]:
+            path, turns = model.write(Path(temporary) / model.name), 2 if smoke else arguments.turns
+            found = apart(measure, path, load, turns, limit_s=TIMEOUT_S)
+            report.keep(model.name, part(model, found, load))
+    report.end(arguments)
 
 
 if __name__ == "__main__":
-    for variable, value in (
-        ("OMP_NUM_THREADS", "1"),
-        ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
-    ):
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    quiet()
     main()

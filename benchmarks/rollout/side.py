@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import psutil
-import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import ActorReport
@@ -128,23 +125,8 @@ class Tickets:
         raise RuntimeError(f"groups {[ticket.group_id for ticket in tickets]} failed: {reason}")
 
 
-def measure(model: str, load: Load, *, turns: int) -> RolloutResult:
-    """Start an engine and measure both sides in turn."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_run, model, load, turns).result(timeout=TIMEOUT_S)
-
-
-def _run(model: str, load: Load, turns: int) -> RolloutResult:
-    torch.set_num_threads(1)
-
-    async def limited() -> RolloutResult:
-        async with asyncio.timeout(TIMEOUT_S - 60):
-            return await _measured(model, load, turns)
-
-    return asyncio.run(limited())
-
-
-async def _measured(model: str, load: Load, turns: int) -> RolloutResult:
+async def measure(model: str, load: Load, turns: int) -> RolloutResult:
+    """Start an engine and measure both sides in turn, in a process of its own."""
     config = Config.model_validate(
         {
             "model": {"path": model, "dtype": "float32"},

@@ -18,7 +18,6 @@ the file already are not measured again, so that a long measurement can be made 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -31,10 +30,20 @@ from pathlib import Path
 
 from async_grpo.config.load import load_config, resolve
 from async_grpo.run.preflight.model import made_model
-from benchmarks.harness import aim, machine, spread, write_docs
+from benchmarks.harness import (
+    add_smoke,
+    aim,
+    aims_table,
+    apart,
+    arguments_of,
+    machine,
+    quiet,
+    spread,
+    write_docs,
+)
 from benchmarks.tails import MODELS, TailModel
 from benchmarks.throughput.bare import bare_generation
-from benchmarks.throughput.run import Row, measured, median_of, overhead
+from benchmarks.throughput.run import TIMEOUT_S, Row, measured, median_of, overhead
 
 RAW_AIM, NET_AIM, AIM_STEP_S = 0.90, 0.95, 2.0
 STALENESS = (0, 1, 2, 4)
@@ -91,11 +100,8 @@ def measure(plan: Plan, part: str) -> Row:
     """One row of a part of a round."""
     config = load_config(plan.config, plan.settings)
     if part == "generation":
-        return bare_generation(
-            config,
-            _model_dir(plan),
-            groups=config.rollout.rollout_batch_size * (plan.steps - plan.skip),
-        )
+        groups = config.rollout.rollout_batch_size * (plan.steps - plan.skip)
+        return apart(bare_generation, config, _model_dir(plan), groups, limit_s=TIMEOUT_S)
     if part == "learner":
         recorded = plan.directory / "recorded"
         if not recorded.exists():
@@ -261,7 +267,7 @@ class Table:
             return []
         best = max(candidates, key=lambda part: statistics.median(found[part]))
         raw, net = found[best], self._efficiency(best, net=True)
-        return ["", "| aim | measured | |", "|---|---|---|"] + [
+        reached = [
             aim(
                 f"overlap efficiency {limit:.2f} {kind}, {_title(best)}",
                 spread(values, ".3f"),
@@ -269,6 +275,7 @@ class Table:
             )
             for limit, kind, values in ((RAW_AIM, "raw", raw), (NET_AIM, "net", net))
         ]
+        return ["", *aims_table(reached)]
 
 
 def _step_s(row: Row) -> float:
@@ -286,9 +293,7 @@ def _title(part: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.throughput", description="What overlap is worth."
-    )
+    parser = arguments_of("throughput", "What overlap is worth.")
     parser.add_argument("config")
     parser.add_argument(
         "--model", choices=list(MODELS), help="a random model in place of the configuration's"
@@ -298,21 +303,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="learner steps of a run")
     parser.add_argument("--skip", type=int, default=4, help="of which the first are not counted")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a tiny model, one run of few steps: shows that it runs, not how fast",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="where the JSON goes; rows in it are not measured again"
-    )
+    add_smoke(parser)
     parser.add_argument(
         "--keep",
         type=Path,
         help="where models and runs are kept, for a measurement in pieces; by default nowhere",
-    )
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose tables between the markers are replaced"
     )
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
@@ -378,6 +373,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    for variable, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
-        os.environ.setdefault(variable, value)
+    quiet()
     main()

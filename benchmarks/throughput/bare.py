@@ -11,10 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
-import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine.base import stop_tokens
@@ -22,21 +18,11 @@ from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.host import hash63
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
-from benchmarks.throughput.run import TIMEOUT_S, Row
+from benchmarks.throughput.run import Row
 
 
-def bare_generation(config: Config, model: str, *, groups: int) -> Row:
+async def bare_generation(config: Config, model: str, groups: int) -> Row:
     """Tokens and samples per second of an engine alone, over about so many groups."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_run, config, model, groups).result(timeout=TIMEOUT_S)
-
-
-def _run(config: Config, model: str, groups: int) -> Row:
-    torch.set_num_threads(1)
-    return asyncio.run(asyncio.wait_for(_measured(config, model, groups), TIMEOUT_S - 60))
-
-
-async def _measured(config: Config, model: str, groups: int) -> Row:
     from transformers import AutoTokenizer
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

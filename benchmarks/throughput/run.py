@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, tail
 
 TIMEOUT_S = 1_200.0
 POLL_S = 0.1
@@ -59,7 +59,9 @@ def measured(command: list[str], directory: Path, *, skip: int, last: int) -> Ro
         finally:
             process.kill()
     if process.returncode != 0:
-        raise RuntimeError(f"exit code {process.returncode}:\n" + _tail(directory))
+        raise RuntimeError(
+            f"exit code {process.returncode}:\n" + tail(directory.with_suffix(".txt"))
+        )
     used = {kind: after[kind] - before[kind] for kind in after}
     row = summed(follow.lines, skip=skip, last=last)
     cpu = {kind: value / row["seconds"] for kind, value in used.items()}
@@ -119,7 +121,7 @@ class Follower:
             if step not in self.lines and (ended or time.monotonic() > self._deadline):
                 raise RuntimeError(
                     f"the run ended, or took too long, before step {step}:\n"
-                    + _tail(self._path.parent)
+                    + tail(self._path.parent.with_suffix(".txt"))
                 )
             time.sleep(POLL_S)
 
@@ -157,10 +159,6 @@ def _machine_cpu() -> float:
     """CPU seconds that anybody has used on this machine."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
-
-
-def _tail(directory: Path) -> str:
-    return "\n".join(directory.with_suffix(".txt").read_text(encoding="utf-8").splitlines()[-15:])
 
 
 def overhead(row: Row) -> float:

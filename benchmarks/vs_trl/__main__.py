@@ -16,12 +16,10 @@ evaluations for the clock and with them for the accuracy of each step. Start-up 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +27,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, aim, machine, spread, write_docs
+from benchmarks.harness import (
+    add_smoke,
+    aim,
+    arguments_of,
+    json_lines,
+    machine,
+    quiet,
+    run_logged,
+    spread,
+    write_docs,
+)
 from benchmarks.throughput.run import summed
 from benchmarks.vs_trl.environment import DEFAULT, ensure, versions
 from benchmarks.vs_trl.workloads import WORKLOADS, Workload, model_of, smoke
@@ -51,36 +59,6 @@ class Place:
 
     directory: Path
     python: Path
-
-
-def whole(command: list[str], log: Path, *, environment: dict[str, str] | None = None) -> float:
-    """Run a command to its end; the Unix time at which it began."""
-    started = time.time()
-    with open(log, "w", encoding="utf-8") as out:
-        try:
-            done = subprocess.run(
-                command,
-                check=False,
-                cwd=ROOT,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"no end within {TIMEOUT_S:g} s:\n" + _tail(log)) from error
-    if done.returncode != 0:
-        raise RuntimeError(f"exit code {done.returncode}:\n" + _tail(log))
-    return started
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def ours(workload: Workload, seed: int, place: Place) -> Row:
@@ -111,11 +89,10 @@ def _our_run(
         "tracking.report=false",
         *settings,
     ]
-    started = whole(
-        [sys.executable, "-m", "async_grpo.run", workload.config, *overrides],
-        place.directory / "ours.txt",
-    )
-    return started, lines_of(where / "metrics.jsonl")
+    command = [sys.executable, "-m", "async_grpo.run", workload.config, *overrides]
+    started = time.time()
+    run_logged(command, place.directory / "ours.txt", limit_s=TIMEOUT_S)
+    return started, json_lines(where / "metrics.jsonl")
 
 
 def our_row(
@@ -148,8 +125,9 @@ def theirs(workload: Workload, seed: int, place: Place) -> Row:
     }
     # -I: neither its directory nor PYTHONPATH is on its path.
     command = [str(place.python), "-I", str(SIDE), str(work), str(out)]
-    started = whole(command, place.directory / "trl.txt", environment=os.environ | variables)
-    return their_row(workload, started, lines_of(out))
+    started, log = time.time(), place.directory / "trl.txt"
+    run_logged(command, log, limit_s=TIMEOUT_S, environment=os.environ | variables)
+    return their_row(workload, started, json_lines(out))
 
 
 def their_row(workload: Workload, started: float, lines: list[dict[str, Any]]) -> Row:
@@ -316,9 +294,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl", description="This system against TRL's GRPOTrainer."
-    )
+    parser = arguments_of("vs_trl", "This system against TRL's GRPOTrainer.")
     parser.add_argument("--workload", choices=list(WORKLOADS), help="one of them; both without it")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--steps", type=int, help="learner steps of a run")
@@ -333,17 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--environment", type=Path, default=DEFAULT, help="where TRL's environment is, or is made"
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="tiny models, few steps, one seed: shows that it runs, not how fast",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="where the JSON goes; rows in it are not measured again"
-    )
-    parser.add_argument(
-        "--docs", type=Path, help="a file whose tables between the markers are replaced"
-    )
+    add_smoke(parser)
     arguments = parser.parse_args(argv)
     workloads = [
         WORKLOADS[name] for name in ([arguments.workload] if arguments.workload else WORKLOADS)
@@ -386,6 +352,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    for variable, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
-        os.environ.setdefault(variable, value)
+    quiet()
     main()

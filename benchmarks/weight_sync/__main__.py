@@ -15,7 +15,6 @@ says so.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,8 +22,18 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.harness import Part, Report, aim, kilobytes, machine, spread
-from benchmarks.weight_sync.engine import EVERY_S, EngineResult, engine_side
+from benchmarks.harness import (
+    Part,
+    Report,
+    aim,
+    apart,
+    arguments_of,
+    kilobytes,
+    machine,
+    quiet,
+    spread,
+)
+from benchmarks.weight_sync.engine import EVERY_S, TIMEOUT_S, EngineResult, engine_side
 from benchmarks.weight_sync.learner import RankResult, staged
 from benchmarks.weight_sync.models import SIZES, Size
 
@@ -122,14 +131,9 @@ def engine_part(models: dict[str, str], *, quick: bool, pairs: int, directory: P
     for name, model in models.items():
         size = replace(SIZES[name], period_s=0.5) if quick else SIZES[name]
         for kv_cache in ("recompute", "keep"):
-            found = engine_side(
-                size,
-                model,
-                kv_cache=kv_cache,
-                pairs=2 if quick else pairs,
-                window_s=2 if quick else 8,
-                fallback=directory,
-            )
+            turns, window_s = (2, 2) if quick else (pairs, 8)
+            work = size, model, kv_cache, turns, window_s, directory
+            found = apart(engine_side, *work, limit_s=TIMEOUT_S)
             values[f"{name} {kv_cache}"] = asdict(found)
             lines.append(told(engine_line(size, kv_cache, found)))
             if name in ROLLOUT_AIM_SIZES:
@@ -160,9 +164,7 @@ def engine_line(size: Size, kv_cache: str, found: EngineResult) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_sync", description="What a publication of weights costs."
-    )
+    parser = arguments_of("weight_sync", "What a publication of weights costs.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=None)
     parser.add_argument("--rounds", type=int, default=3, help="of the part engine")
@@ -171,7 +173,6 @@ def main() -> None:
         action="store_true",
         help="the smallest model and few rounds: shows that it runs, not how fast",
     )
-    Report.options(parser)
     arguments = parser.parse_args()
     report = Report("weight_sync", machine("torch"))
     with tempfile.TemporaryDirectory(prefix="weights-") as temporary:
@@ -187,10 +188,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    for variable, value in (
-        ("OMP_NUM_THREADS", "1"),
-        ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
-    ):
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    quiet()
     main()

@@ -13,12 +13,8 @@ import math
 import random
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-
-import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine.base import Sampling
@@ -76,33 +72,10 @@ class EngineResult:
     pairs: list[Pair]
 
 
-def engine_side(
-    size: Size, model: str, *, kv_cache: str, pairs: int, window_s: float, fallback: Path
-) -> EngineResult:
-    """Start an engine and measure it."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_run, size, model, kv_cache, pairs, window_s, fallback).result(
-            timeout=TIMEOUT_S + 60
-        )
-
-
-def _run(
+async def engine_side(
     size: Size, model: str, kv_cache: str, pairs: int, window_s: float, fallback: Path
 ) -> EngineResult:
-    torch.set_num_threads(1)
-
-    async def limited() -> EngineResult:
-        async with asyncio.timeout(TIMEOUT_S):
-            return await _measured(
-                size, model, kv_cache=kv_cache, pairs=pairs, window_s=window_s, fallback=fallback
-            )
-
-    return asyncio.run(limited())
-
-
-async def _measured(
-    size: Size, model: str, *, kv_cache: str, pairs: int, window_s: float, fallback: Path
-) -> EngineResult:
+    """Start an engine and measure it, in a process of its own."""
     config = Config.model_validate(
         {
             "model": {"path": model, "dtype": size.dtype},

@@ -8,11 +8,7 @@ once, so that figures of one round meet the same machine.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
-import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -26,7 +22,7 @@ import torch.distributed as dist
 from async_grpo.config.schema import Config
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.shared_memory import Segments, SharedMemorySender, choose_directory
-from benchmarks.harness import kilobytes
+from benchmarks.harness import free_port, kilobytes, memory_level, rank_environment
 from benchmarks.weight_sync.models import Size
 
 TIMEOUT_S = 600.0
@@ -95,28 +91,11 @@ def staged(
         return [one.result() for one in running]
 
 
-def free_port() -> int:
-    """A port below those that the system gives to outgoing connections: one of theirs could be
-    taken before the ranks meet there.
-    """
-    for port in range(20_000 + os.getpid() % 5_000, 32_000):
-        with socket.socket() as found:
-            if found.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise RuntimeError("no port below 32,000 is free for the learner's ranks to meet")
-
-
 def rank_work(
     size: Size, model: str, zero_stage: int, rounds: int, fallback: Path, rank: int, port: int
 ) -> RankResult:
     """One rank's share; joins the others at `port`."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size.ranks),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    rank_environment(rank, size.ranks, port)
     torch.set_num_threads(1)
     from async_grpo.learner.learner import Learner
 
@@ -159,12 +138,7 @@ def first_stage(sender: SharedMemorySender) -> tuple[float, float]:
     MB.
     """
     status = "/proc/self/status"
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # memory that loading has freed would hide what the stage takes
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present level
-    level, shared = kilobytes(status, "VmRSS"), kilobytes(status, "RssShmem")
+    level, shared = memory_level(), kilobytes(status, "RssShmem")
     sender.connect("", [1])
     dist.barrier()
     sender.stage("v0.0", verify=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-POSITIONS = 1_024
+from benchmarks.tails import random_qwen2
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,7 @@ class Size:
 
     def build(self) -> Qwen2ForCausalLM:
         """The model, drawn from torch's global generator."""
-        config = Qwen2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64,
-            num_key_value_heads=self.hidden // 64,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=False,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=0,
-        )
-        config.dtype = getattr(torch, self.dtype)
-        return Qwen2ForCausalLM(config).to(config.dtype)
+        return random_qwen2(self.vocabulary, self.hidden, self.layers, dtype=self.dtype)
 
     def write(self, directory: Path) -> str:
         """The model as files; no response of it ever ends by itself."""
