@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_grpo.cluster.session import on_node
 from async_grpo.errors import SetupError
 from async_grpo.runtime.text import one_line
 
@@ -78,6 +78,5 @@ async def download_everywhere(
 
 
 async def _on_node(model: str, node_id: str) -> int:
-    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(download).options(num_cpus=0, max_retries=1, scheduling_strategy=where)
+    task = ray.remote(download).options(max_retries=1, **on_node(node_id))
     return await task.remote(model)

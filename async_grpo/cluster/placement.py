@@ -7,6 +7,9 @@ later, `refuse` for settings that cannot run on the device found.
     split       one bundle per engine with its tensor-parallel GPUs, all on one node; a bundle per
                 learner rank, on as few nodes as possible
     colocated   rank i and engine i share a bundle with one GPU, half each
+    given       the bundles of the placement group in which the caller runs, such as a trial of Ray
+                Tune: [caller] [rank 0] ... [rank M-1] [engine 0] ... [engine N-1]; nothing beside
+                them, and no cores of their own, since others compute on the same machines
 
 On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of
 its own. Learner and driver are on the first node, where one core stays free for the driver and the
@@ -80,18 +83,33 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Slots of a run by rank and by engine; `rank_offsets[j]`: first rank of engine j with NCCL."""
+    """Slots of a run by rank and by engine."""
 
     device: str
     colocated: bool
     learners: tuple[Slot, ...]
     engines: tuple[Slot, ...]
-    rank_offsets: tuple[int, ...]
 
     @property
     def given(self) -> bool:
-        """Whether the slots are bundles of the caller's placement group (`bundles`)."""
+        """Whether the slots are bundles of the caller's placement group (`place_given`)."""
         return self.learners[0].bundle is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One bundle of the caller's placement group: its node, and what it holds."""
+
+    node_id: str
+    cpus: float
+    gpus: float
+
+    def holds(self, asked: dict[str, float]) -> bool:
+        """Whether a process that asks for this has room."""
+        return self.cpus >= asked["CPU"] and self.gpus >= asked.get("GPU", 0.0)
+
+    def __str__(self) -> str:
+        return str(_asked(self.cpus, self.gpus))
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
@@ -109,14 +127,67 @@ def place(config: Config, nodes: list[Node]) -> Placement:
         learners, engines = _place_colocated(config, nodes)
     else:
         learners, engines = _place_split(config, nodes)
-    size = config.cluster.engine.tensor_parallel_size
+    return Placement(device, colocated, tuple(learners), tuple(engines))
+
+
+def bundles(config: Config, *, gpus: float) -> list[dict[str, float]]:
+    """Return what a run asks for as bundles: the caller's, the ranks', and those of
+    `cluster.rollout_actors.max` (or else `min`) engines. gpus: of a rank, 1 or 0 on CPU.
+    """
+    actors = config.cluster.rollout_actors
+    return [_asked(1.0, 0.0), *_run_bundles(config, gpus, actors.max or actors.min)]
+
+
+def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
+    """Place ranks and engines on the bundles of the caller's group. Raises PlacementError where
+    they are too few or too small.
+    """
+    device = "cuda" if any(bundle.gpus for bundle in given[1:]) else "cpu"
+    gpus, size = float(device == "cuda"), config.cluster.engine.tensor_parallel_size
+    ranks, actors = config.learner.ranks, config.cluster.rollout_actors
+    shared = gpus > 0 and config.cluster.layout == "colocated"
+    places = list(enumerate(given))[1:]
+    learners, rest = places[:ranks], places[ranks:][: actors.max]
+    engines = learners if shared else rest
+    fits = (
+        len(learners) == ranks
+        and (shared or len(engines) >= actors.min)
+        and config.cluster.device in ("auto", device)
+        and all(bundle.holds(_asked(1.0, gpus)) for _, bundle in learners)
+        and all(bundle.holds(_asked(1.0, gpus * size)) for _, bundle in engines)
+    )
+    if not fits:
+        needed = ", ".join(map(str, bundles(config, gpus=gpus)))
+        raise PlacementError(
+            f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
+            f"{needed}, the first for the one who starts it (as a trial of Ray Tune asks for them: "
+            "docs/library.md)"
+        )
+    sharers = 2 if shared else 1
+
+    def slot(index: int, bundle: Bundle, gpus: float) -> Slot:
+        threads = max(1, int(bundle.cpus)) if device == "cuda" else 0
+        cpus = bundle.cpus / sharers
+        return Slot(bundle.node_id, cpus, gpus / sharers, threads=threads, bundle=index)
+
     return Placement(
         device,
-        colocated,
-        tuple(learners),
-        tuple(engines),
-        tuple(1 + size * index for index in range(len(engines))),
+        shared,
+        tuple(slot(index, bundle, gpus) for index, bundle in learners),
+        tuple(slot(index, bundle, gpus * size) for index, bundle in engines),
     )
+
+
+def _run_bundles(config: Config, gpus: float, engines: int) -> list[dict[str, float]]:
+    """Return the bundles of all ranks, and of engines where they do not share those."""
+    shared = gpus > 0 and config.cluster.layout == "colocated"
+    size = gpus * config.cluster.engine.tensor_parallel_size
+    ranks = [_asked(1.0, gpus)] * config.learner.ranks
+    return ranks + [_asked(1.0, size)] * (0 if shared else engines)
+
+
+def _asked(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
 
 
 def without_engines(config: Config) -> Config:
@@ -141,11 +212,7 @@ def least(config: Config, nodes: Sequence[Node]) -> list[dict[str, float]]:
     """
     if _device(config, nodes) == "cpu" and not any(asked for _, asked in needing_gpus(config)):
         return []
-    bundles = [{"CPU": 1.0, "GPU": 1.0}] * config.learner.ranks
-    if config.cluster.layout == "colocated":
-        return bundles
-    size = float(config.cluster.engine.tensor_parallel_size)
-    return bundles + [{"CPU": 1.0, "GPU": size}] * config.cluster.rollout_actors.min
+    return _run_bundles(config, 1.0, config.cluster.rollout_actors.min)
 
 
 def another(

@@ -10,8 +10,7 @@ time, under an id that is never used twice.
          drained: slot given back <---- remove() -------+    node gone, budget: not again-+
 
     RestartBudget     decides: again, when, or not again; whether the run goes on
-    EngineSlots       where: reservations, nodes, room for another
-    EngineProcesses   does: begins, loads and ends the process of a slot
+    EngineSlots       does: reservations, nodes, room for another; the process of a slot
     ActorManager      brings them together: who is alive, whose tickets are forfeited
 
 Every few seconds the slots are compared with the cluster's nodes: slots on a node that is gone are
@@ -33,12 +32,10 @@ from typing import Any, TypeVar
 import ray
 
 from async_grpo.cluster.deaths import is_death, told
-from async_grpo.cluster.engine_processes import ActorSpec, EngineProcesses
-from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
+from async_grpo.cluster.engine_processes import EngineSlot, EngineSlots
 from async_grpo.cluster.examination import examine, findings_of
 from async_grpo.cluster.placement import Node, PlacementError, Slot, describe
 from async_grpo.cluster.queue import DriverQueue
-from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
 from async_grpo.cluster.restart_budget import RestartBudget
 from async_grpo.cluster.session import settled
@@ -71,15 +68,12 @@ class ActorManager:
         config: Config,
         *,
         slots: EngineSlots,
-        spec: ActorSpec,
         client: DriverQueue,
-        relays: Relays,
         listener: RunListener,
         failures: FailureHandler,
     ) -> None:
         """failures: told when the run cannot go on."""
         self._config, self._slots = config, slots
-        self._processes = EngineProcesses(config, slots=slots, spec=spec, relays=relays)
         self._client = client
         self._listener, self._failures = listener, failures
         self._alive: list[RemoteEngine] = []
@@ -191,7 +185,7 @@ class ActorManager:
 
     def processes(self) -> Sequence[RemoteEngine]:
         """All engines that were started and not ended, serving or not."""
-        return self._processes.all()
+        return self._slots.processes()
 
     def healthy_actor_ids(self) -> list[str]:
         """Ids of the actors that are alive."""
@@ -281,7 +275,7 @@ class ActorManager:
         node_id = None if slot is None else slot.node_id
         seen = await examine(self._config.run.dir, actor_id, error, node_id=node_id)
         self.examined = dict([*self.examined.items(), (actor_id, seen)][-EXAMINED:])
-        self._processes.kill(engine)
+        self._slots.kill(engine)
         slot = self._slots.get(engine.slot)  # which may be gone meanwhile
         if slot is not None and not slot.leaving and not self._stopping:
             slot.filling = self._spawn(self._replace(slot, fault + findings_of(seen)))
@@ -292,7 +286,7 @@ class ActorManager:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._processes.close(self._alive)
+        await self._slots.close(self._alive)
         self._alive = []
 
     async def _of_all(self, ask: Callable[[RemoteEngine], Awaitable[Result]]) -> dict[str, Result]:
@@ -308,19 +302,19 @@ class ActorManager:
         """Start processes in this slot until one has loaded or the slot is given back."""
         while True:
             loaded = slot.engine is not None
-            engine = slot.engine or self._processes.begin(slot)
+            engine = slot.engine or self._slots.begin(slot)
             health_s = self._config.watchdog.probe_timeout_s
             try:
                 if loaded:
                     await asyncio.wait_for(engine.answer(), health_s)
                 else:
-                    await self._processes.load(engine)
+                    await self._slots.load(engine)
                 return
             except (TimeoutError, ray.exceptions.RayError) as error:
                 if not loaded and not is_death(error):
                     raise  # another one would meet the same
                 fault = f"{engine.actor_id} died while the run started ({told(error)})"
-            self._processes.kill(engine)
+            self._slots.kill(engine)
             if not await self._may_restart(slot, fault):
                 return
             slot.engine = None
@@ -353,7 +347,7 @@ class ActorManager:
             self.late_probes += 1
             self._listener.note(text)
 
-        while engine in self._processes:
+        while engine in self._slots.processes():
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
                 with long_wait(f"a probe of {engine.actor_id}", lambda: engine.host, late):
@@ -412,7 +406,7 @@ class ActorManager:
             await self._vacate(slot)
             self._listener.note(f"no rollout actor is started on node {address} ({told(error)})")
             return
-        engine = self._processes.begin(slot)
+        engine = self._slots.begin(slot)
         self._listener.note(f"node {address} has room: {engine.actor_id} starts there")
         fault = await self._serve(engine)
         if fault is not None:
@@ -421,7 +415,7 @@ class ActorManager:
     async def _replace(self, slot: EngineSlot, fault: str) -> None:
         """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
-            engine = self._processes.begin(slot)
+            engine = self._slots.begin(slot)
             self._listener.note(f"{fault}; {engine.actor_id} takes its place")
             again = await self._serve(engine)
             if again is None:
@@ -453,11 +447,11 @@ class ActorManager:
         started = time.monotonic()
         assert self._publications is not None, "begin() comes first"
         try:
-            await self._processes.load(engine)
+            await self._slots.load(engine)
             self._spawn(self._probe(engine))
             await self._publications.join(engine, lambda: self._alive.append(engine))
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
-            self._processes.kill(engine)
+            self._slots.kill(engine)
             return f"{engine.actor_id} did not start ({told(failure)})"
         self._listener.note(
             f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s"
@@ -494,8 +488,8 @@ class ActorManager:
         if self._lives(slot):
             self._alive.remove(slot.engine)
             await self._client.call(ReplayQueue.forfeit, slot.engine.actor_id)
-        if slot.engine in self._processes:
-            self._processes.kill(slot.engine)
+        if slot.engine in self._slots.processes():
+            self._slots.kill(slot.engine)
         self._slots.release(slot)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:

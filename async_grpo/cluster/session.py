@@ -52,8 +52,8 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from async_grpo.cluster.bundles import Bundle, place_given
 from async_grpo.cluster.placement import (
+    Bundle,
     Node,
     Placement,
     PlacementError,
@@ -61,6 +61,7 @@ from async_grpo.cluster.placement import (
     describe,
     least,
     place,
+    place_given,
 )
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, StopRequested
@@ -114,7 +115,7 @@ class RaySession:
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
                 try:
-                    with _own_cluster(check), _session_of_its_own(), _own_token():
+                    with _own_cluster(check), _own_token():
                         ray.init(
                             address="local",
                             num_cpus=cpus,
@@ -201,8 +202,7 @@ class RaySession:
         asked = {}
         for node in self.nodes():
             if node.gpus:
-                where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-                ask = _smallest_gpu.options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+                ask = _smallest_gpu.options(max_retries=0, **on_node(node.node_id))
                 asked[ask.remote()] = node.node_id
         answers: dict[str, int] = {}
         if not asked:
@@ -264,10 +264,8 @@ class RaySession:
         """Whether a node runs a process now: Ray notices the loss of a node late."""
         if node_id == ray.get_runtime_context().get_node_id():
             return True
-        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        answer = asyncio.ensure_future(
-            settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
-        )
+        call = _here.options(max_retries=0, **on_node(node_id)).remote()
+        answer = asyncio.ensure_future(settled(call))
         deadline = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline and not answer.done():
@@ -290,10 +288,8 @@ class RaySession:
         try:
             own.write_text(token)
             for node in nodes:
-                where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-                answer = _probe_storage.options(num_cpus=0, scheduling_strategy=where).remote(
-                    str(own), token, node.node_id
-                )
+                probe = _probe_storage.options(**on_node(node.node_id))
+                answer = probe.remote(str(own), token, node.node_id)
                 try:
                     seen = await asyncio.wait_for(answer, timeout_s)
                 except ray.exceptions.RayTaskError as error:  # also of the class of its cause
@@ -334,20 +330,13 @@ class RaySession:
         """Start a process beside the driver that needs no reserved resources; its handle. options:
         of a Ray actor.
         """
-        here = self.on_node(ray.get_runtime_context().get_node_id())
+        here = on_node(ray.get_runtime_context().get_node_id())
         return ray.remote(process).options(**options, **here).remote(*arguments)
 
     @staticmethod
     def end(handle: Any) -> None:
         """End a process at once; a Ray that was there before goes on."""
         ray.kill(handle)
-
-    def on_node(self, node_id: str) -> dict[str, Any]:
-        """Return the options of an actor on this node."""
-        return {
-            "num_cpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        }
 
     def close(self) -> None:
         """Free the reservations and disconnect; a cluster started here ends, a Ray that the caller
@@ -366,6 +355,12 @@ class RaySession:
         if group in self._groups:
             self._groups.remove(group)
             remove_placement_group(group)
+
+
+def on_node(node_id: str) -> dict[str, Any]:
+    """Return Ray's options of an actor or a task on this node that reserves nothing."""
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": where}
 
 
 def _given() -> PlacementGroup | None:
@@ -403,9 +398,12 @@ def _own_sigterm() -> Iterator[None]:
 def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
     """Start no autoscaler and no log monitor, which a cluster of one machine does not need, leave
     the ports that `ray start` wants to a cluster that may be started beside it, and wait for a node
-    longer than Ray's 30 seconds, which are few where others use the cores.
+    longer than Ray's 30 seconds, which are few where others use the cores. Ray's processes get a
+    session of their own: a signal to the whole process group, as `timeout`, systemd and batch
+    systems send it, is for the driver, which ends them in order.
     """
     usual, get_node = ray_parameter.RayParams, services.get_node
+    popen = services.ConsolePopen
     ray_parameter.RayParams = partial(
         usual, include_log_monitor=False, no_monitor=True, dashboard_agent_listen_port=0
     )
@@ -422,23 +420,12 @@ def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
                 time.sleep(RESERVED_POLL_S)
 
     services.get_node = patient
+    services.ConsolePopen = partial(popen, start_new_session=True)
     try:
         yield
     finally:
         ray_parameter.RayParams, services.get_node = usual, get_node
-
-
-@contextmanager
-def _session_of_its_own() -> Iterator[None]:
-    """Start Ray's processes in a session of their own: a signal to the whole process group, as
-    `timeout`, systemd and batch systems send it, is for the driver, which ends them in order.
-    """
-    usual = services.ConsolePopen
-    services.ConsolePopen = partial(usual, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = usual
+        services.ConsolePopen = popen
 
 
 @contextmanager

@@ -13,7 +13,7 @@ its run. Hides how a trial becomes a run:
     )
     best = tuner.fit().get_best_result()
 
-    placement group of the trial: [driver] [rank 0] ... [engine 0] ...    (`cluster.bundles`)
+    placement group of the trial: [driver] [rank 0] ... [engine 0] ...    (`cluster.placement`)
     parameters of the trial:      settings, `section.key` -> value
     a result:                     the metrics of a learner step, and of the newest evaluation
     a checkpoint of the trial:    one of the run, when Tune asks for it
@@ -33,8 +33,7 @@ from typing import Any
 
 from ray import tune
 
-from async_grpo.cluster.bundles import bundles
-from async_grpo.cluster.placement import room_for
+from async_grpo.cluster.placement import bundles, room_for
 from async_grpo.cluster.session import survey
 from async_grpo.config.load import load_config, load_settings, resolve
 from async_grpo.config.schema import Config

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.cluster.deaths import CallFailed, cannot_be_reached
-from async_grpo.cluster.engine_processes import ActorSpec
-from async_grpo.cluster.engine_slots import EngineSlots
+from async_grpo.cluster.engine_processes import ActorSpec, EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement, Slot, refuse
@@ -42,7 +41,7 @@ from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.session import RaySession
+from async_grpo.cluster.session import RaySession, on_node
 from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
@@ -150,14 +149,16 @@ class System:
             home=placement.learners[0].node_id,
             key=facts.key,
             fallback=fallback_directory(config),
-            where=session.on_node,
+            where=on_node,
             # whoever waits for a relay that hangs can say so before its own deadline
             deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
             listener=listener,
         )
-        self.actors = ActorManager(
+        slots = EngineSlots(
             config,
-            slots=EngineSlots(config, session=session, placement=placement, options=places.engines),
+            session=session,
+            placement=placement,
+            options=places.engines,
             spec=ActorSpec(
                 self._queue_handle,
                 model_dir=facts.model_dir,
@@ -165,10 +166,10 @@ class System:
                 backend=places.backend,
                 partials=self._partials.path,
             ),
-            client=self.queue,
             relays=self._relays,
-            listener=listener,
-            failures=self,
+        )
+        self.actors = ActorManager(
+            config, slots=slots, client=self.queue, listener=listener, failures=self
         )
         self.learner = LearnerGroup(
             config,

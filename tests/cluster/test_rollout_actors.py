@@ -23,13 +23,12 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from async_grpo.cluster import engine_processes, restart_budget, rollout_actors
-from async_grpo.cluster.engine_processes import ActorSpec
-from async_grpo.cluster.engine_slots import EngineSlots
+from async_grpo.cluster.engine_processes import ActorSpec, EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
 from async_grpo.cluster.rollout_actors import ActorManager
-from async_grpo.cluster.session import RaySession
+from async_grpo.cluster.session import RaySession, on_node
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
 from async_grpo.replay.queue import ReplayQueue
@@ -162,21 +161,23 @@ async def fleet(
     where = await session.wait_for_room(config)
     options = [(await session.reserve([slot], timeout_s=20))[0] for slot in where.engines]
     here = Fleet(cluster, session, None, client)
-    here.manager = ActorManager(
+    slots = EngineSlots(
         config,
-        slots=EngineSlots(config, session=session, placement=where, options=options),
+        session=session,
+        placement=where,
+        options=options,
         spec=ActorSpec(None, model_dir="", device=where.device, backend="shared_memory"),
-        client=client,
         relays=Relays(
             home=where.learners[0].node_id,
             key="",
             fallback=directory,
-            where=session.on_node,
+            where=on_node,
             deadline_s=60,
             listener=here.listener,
         ),
-        listener=here.listener,
-        failures=here.listener,
+    )
+    here.manager = ActorManager(
+        config, slots=slots, client=client, listener=here.listener, failures=here.listener
     )
     try:
         await here.manager.start()
@@ -400,7 +401,7 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
             home=home,
             key=key,
             fallback=tmp_path,
-            where=session.on_node,
+            where=on_node,
             deadline_s=60,
             listener=RecordingListener(notes),
         )

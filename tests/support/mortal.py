@@ -244,9 +244,6 @@ class World:
 
     def release(self, option: Any) -> None: ...
 
-    def on_node(self, node_id: str) -> dict[str, Any]:
-        return {}
-
     def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
         return self.remote(process).remote(*arguments)
 
@@ -259,7 +256,6 @@ class World:
             learners=tuple(Slot("a", 1.0, 0.0) for _ in range(self.config.learner.ranks)),
             engines=(Slot("a", 1.0, 0.0), Slot("b", 1.0, 0.0)),
             colocated=False,
-            rank_offsets=(1, 2),
         )
         facts = StartFacts(
             total_steps=2,
