@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from ray.cluster_utils import AutoscalingCluster
 from ray.util import get_node_ip_address
 
 from tests.support.processes import free_ports, kill_marked, marked
+from tests.support.waiting import wait_until
 
 MARK = "ASYNC_GRPO_TEST_AUTOSCALING"
 
@@ -100,11 +100,9 @@ def growing(monkeypatch) -> Iterator[None]:
     try:
         yield
     finally:
-        deadline = time.monotonic() + 30
-        while marked(MARK, mark):
-            assert time.monotonic() < deadline, "the cluster did not end"
-            kill_marked(MARK, mark)
-            time.sleep(0.1)
+        wait_until(
+            lambda: kill_marked(MARK, mark) or not marked(MARK, mark), 30, "the cluster's end"
+        )
         shutil.rmtree(temp, ignore_errors=True)
 
 

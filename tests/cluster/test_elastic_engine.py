@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections import Counter
@@ -20,6 +19,7 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
+from tests.support.waiting import ask
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -57,11 +57,6 @@ def test_an_engine_joins_a_training_run_and_leaves_it(tmp_path, monkeypatch) -> 
         ThreadPoolExecutor(1) as thread,
     ):
 
-        def ask(work: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(
-                timeout=120
-            )
-
         def train_until(done: Callable[[], object]) -> None:
             for _ in range(steps):
                 trainer.train(steps=1)
@@ -78,15 +73,17 @@ def test_an_engine_joins_a_training_run_and_leaves_it(tmp_path, monkeypatch) -> 
         trainer.train(steps=1)
         actors, queue = trainer.system.actors, trainer.system.queue
         added = meanwhile(trainer.add_rollout_actor)
-        train_until(lambda: ask(queue.call(ReplayQueue.held)).get(added))
+        train_until(lambda: ask(trainer, queue.call(ReplayQueue.held)).get(added))
         began = trainer.steps_done
         meanwhile(trainer.remove_rollout_actor, added)
         trainer.train(steps=2)
-        assert added not in ask(queue.call(ReplayQueue.held))
-        done, counts = trainer.steps_done, ask(queue.call(ReplayQueue.counts))
+        assert added not in ask(trainer, queue.call(ReplayQueue.held))
+        done, counts = trainer.steps_done, ask(trainer, queue.call(ReplayQueue.counts))
         states = Counter(
             entry["state"]
-            for entry in ask(queue.call(ReplayQueue.history, range(done * size + 64))).values()
+            for entry in ask(
+                trainer, queue.call(ReplayQueue.history, range(done * size + 64))
+            ).values()
         )
         assert not actors.deaths
     lines = [

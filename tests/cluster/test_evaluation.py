@@ -127,304 +127,257 @@ async def nobody_waits() -> None:
     raise AssertionError("an engine is there")
 
 
-def ran(work: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 20))
+pytestmark = pytest.mark.timeout(60)
 
 
-def test_one_engine_answers_while_publications_go_on() -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        await publish(run, 1)
-        await run.begin()
-        one, other = run.members
-        await until(lambda: other.asked)
-        assert (
-            other.asked == [(list(range(6)), "v0.1")] and other.told == ["rest"] and not one.asked
-        )
-        await publish(run, 2)
-        await publish(run, 3)
-        assert (one.label, other.label, run.events[-1]) == (
-            "v0.3",
-            "v0.1",
-            "live 3",
-        ) and not run.results
-        other.answering.set()
-        await run.evaluations.finish()
-        [(step, result)] = run.results
-        assert (
-            step,
-            result["eval/problems"],
-            result["eval/pass_at_1"],
-            result["eval/learner_waited_s"],
-        ) == (1, 6, 1, 0)
-        assert (
-            other.told == ["rest", "go on"]
-            and other.label == "v0.3"
-            and len(run.coordinator.serving()) == 2
-        )
-        assert (
-            run.notes[0].startswith("evaluated step 1 on a1: greedy 100.0%, pass@1 100.0% (")
-            and not run.failures
-        )
-
-    ran(scenario)
+async def test_one_engine_answers_while_publications_go_on() -> None:
+    run = Beside()
+    await run.coordinator.start(0)
+    await publish(run, 1)
+    await run.begin()
+    one, other = run.members
+    await until(lambda: other.asked)
+    assert other.asked == [(list(range(6)), "v0.1")] and other.told == ["rest"] and not one.asked
+    await publish(run, 2)
+    await publish(run, 3)
+    assert (one.label, other.label, run.events[-1]) == (
+        "v0.3",
+        "v0.1",
+        "live 3",
+    ) and not run.results
+    other.answering.set()
+    await run.evaluations.finish()
+    [(step, result)] = run.results
+    assert (
+        step,
+        result["eval/problems"],
+        result["eval/pass_at_1"],
+        result["eval/learner_waited_s"],
+    ) == (1, 6, 1, 0)
+    assert (
+        other.told == ["rest", "go on"]
+        and other.label == "v0.3"
+        and len(run.coordinator.serving()) == 2
+    )
+    assert (
+        run.notes[0].startswith("evaluated step 1 on a1: greedy 100.0%, pass@1 100.0% (")
+        and not run.failures
+    )
 
 
-def test_a_single_engine_keeps_its_version_and_the_publication_waits() -> None:
-    async def scenario() -> None:
-        run = Beside(engines=1)
-        await run.coordinator.start(0)
-        await run.begin()
-        publishing = asyncio.create_task(publish(run, 1))
-        await until(lambda: run.members[0].asked)
-        await asyncio.sleep(0.05)
-        assert run.events[-1] == "live 0" and not publishing.done()
-        run.members[0].answering.set()
-        assert await publishing < 0.05
-        [(step, result)] = run.results
-        assert step == 0 and 0.04 < result["eval/learner_waited_s"] <= result["eval/seconds"]
-        assert run.members[0].told == [], "it never stopped taking tickets"
-        assert "while publications waited" in run.notes[0] and run.events[-1] == "live 1"
-
-    ran(scenario)
+async def test_a_single_engine_keeps_its_version_and_the_publication_waits() -> None:
+    run = Beside(engines=1)
+    await run.coordinator.start(0)
+    await run.begin()
+    publishing = asyncio.create_task(publish(run, 1))
+    await until(lambda: run.members[0].asked)
+    await asyncio.sleep(0.05)
+    assert run.events[-1] == "live 0" and not publishing.done()
+    run.members[0].answering.set()
+    assert await publishing < 0.05
+    [(step, result)] = run.results
+    assert step == 0 and 0.04 < result["eval/learner_waited_s"] <= result["eval/seconds"]
+    assert run.members[0].told == [], "it never stopped taking tickets"
+    assert "while publications waited" in run.notes[0] and run.events[-1] == "live 1"
 
 
-def test_one_that_is_due_too_early_is_left_out_and_counted() -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        await run.begin()
-        await run.begin()
-        assert "an evaluation is left out" in run.notes[0]
-        run.members[1].answering.set()
-        await run.evaluations.finish()
-        await run.begin()
-        await run.evaluations.finish()
-        assert [result["eval/skipped"] for _, result in run.results] == [1, 1]
-
-    ran(scenario)
+async def test_one_that_is_due_too_early_is_left_out_and_counted() -> None:
+    run = Beside()
+    await run.coordinator.start(0)
+    await run.begin()
+    await run.begin()
+    assert "an evaluation is left out" in run.notes[0]
+    run.members[1].answering.set()
+    await run.evaluations.finish()
+    await run.begin()
+    await run.evaluations.finish()
+    assert [result["eval/skipped"] for _, result in run.results] == [1, 1]
 
 
 @pytest.mark.parametrize("how", ["actor", "engine"])
-def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_weights_of_then(
+async def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_weights_of_then(
     how: str,
 ) -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        await run.begin()
-        one, other = run.members
-        await until(lambda: other.asked)
-        await publish(run, 1)
-        other.fault = (
-            ray.exceptions.RayActorError()
-            if how == "actor"
-            else ray.exceptions.RayTaskError("evaluate", "", ValueError("dead"))
-        )
-        other.well = False
-        one.answering.set()
-        other.answering.set()
-        await run.evaluations.finish()
-        assert list(run.dropped) == ["a1"] and [step for step, _ in run.results] == [1]
-        assert (
-            run.notes[0]
-            == "the evaluation of step 0 begins again with the weights of now: its engine died"
-        )
-        assert not run.failures and run.coordinator.serving() == [one]
-        await publish(run, 2)
-        assert run.events[-1] == "live 2"
-
-    ran(scenario)
+    run = Beside()
+    await run.coordinator.start(0)
+    await run.begin()
+    one, other = run.members
+    await until(lambda: other.asked)
+    await publish(run, 1)
+    other.fault = (
+        ray.exceptions.RayActorError()
+        if how == "actor"
+        else ray.exceptions.RayTaskError("evaluate", "", ValueError("dead"))
+    )
+    other.well = False
+    one.answering.set()
+    other.answering.set()
+    await run.evaluations.finish()
+    assert list(run.dropped) == ["a1"] and [step for step, _ in run.results] == [1]
+    assert (
+        run.notes[0]
+        == "the evaluation of step 0 begins again with the weights of now: its engine died"
+    )
+    assert not run.failures and run.coordinator.serving() == [one]
+    await publish(run, 2)
+    assert run.events[-1] == "live 2"
 
 
-def test_when_the_last_engine_dies_its_replacement_answers() -> None:
-    async def scenario() -> None:
-        run = Beside(engines=1)
-        await run.coordinator.start(0)
-        run.members[0].fault = ray.exceptions.RayActorError()
-        run.members[0].answering.set()
-        await run.begin()
-        await until(lambda: run.dropped)
-        newcomer = Answerer("b0", run.events)
-        newcomer.answering.set()
-        await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
-        await run.evaluations.finish()
-        assert [step for step, _ in run.results] == [0] and newcomer.asked == [
-            (list(range(6)), "v0.0")
-        ]
-
-    ran(scenario)
+async def test_when_the_last_engine_dies_its_replacement_answers() -> None:
+    run = Beside(engines=1)
+    await run.coordinator.start(0)
+    run.members[0].fault = ray.exceptions.RayActorError()
+    run.members[0].answering.set()
+    await run.begin()
+    await until(lambda: run.dropped)
+    newcomer = Answerer("b0", run.events)
+    newcomer.answering.set()
+    await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+    await run.evaluations.finish()
+    assert [step for step, _ in run.results] == [0] and newcomer.asked == [(list(range(6)), "v0.0")]
 
 
-def test_an_error_of_a_healthy_engine_ends_the_run() -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        run.members[1].fault = ray.exceptions.RayTaskError("evaluate", "", ValueError("a bug"))
-        run.members[1].answering.set()
-        await run.begin()
-        await run.evaluations.finish()
-        assert run.failures == [run.members[1].fault] and not run.results and not run.dropped
-
-    ran(scenario)
+async def test_an_error_of_a_healthy_engine_ends_the_run() -> None:
+    run = Beside()
+    await run.coordinator.start(0)
+    run.members[1].fault = ray.exceptions.RayTaskError("evaluate", "", ValueError("a bug"))
+    run.members[1].answering.set()
+    await run.begin()
+    await run.evaluations.finish()
+    assert run.failures == [run.members[1].fault] and not run.results and not run.dropped
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_one_that_takes_too_long_is_given_up_and_training_goes_on(
+async def test_one_that_takes_too_long_is_given_up_and_training_goes_on(
     engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelled = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
 
-    async def scenario() -> None:
-        run = Beside(engines=engines, timeout_s=0.05)
-        await run.coordinator.start(0)
-        await run.begin()
-        await run.evaluations.finish()
-        assert run.notes == [
-            "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and "
-            "is given up"
-        ]
-        assert not run.results and not run.failures and len(cancelled) == 1, (
-            "the engine is told to stop answering"
-        )
-        assert len(run.coordinator.serving()) == engines
-        await publish(run, 1)
-        assert run.events[-1] == "live 1"
-
-    ran(scenario)
+    run = Beside(engines=engines, timeout_s=0.05)
+    await run.coordinator.start(0)
+    await run.begin()
+    await run.evaluations.finish()
+    assert run.notes == [
+        "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is given up"
+    ]
+    assert not run.results and not run.failures and len(cancelled) == 1, (
+        "the engine is told to stop answering"
+    )
+    assert len(run.coordinator.serving()) == engines
+    await publish(run, 1)
+    assert run.events[-1] == "live 1"
 
 
-def test_an_end_of_the_run_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_of_the_run_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cancel", lambda call: None)
 
-    async def scenario() -> None:
-        run = Beside(engines=1)
-        await run.coordinator.start(0)
-        await run.begin()
-        publishing = asyncio.create_task(publish(run, 1))
-        await until(lambda: run.members[0].asked)
-        run.evaluations.cancel()
-        await publishing
-        await run.evaluations.finish()
-        assert run.events[-1] == "live 1" and not run.results and not run.failures
-
-    ran(scenario)
+    run = Beside(engines=1)
+    await run.coordinator.start(0)
+    await run.begin()
+    publishing = asyncio.create_task(publish(run, 1))
+    await until(lambda: run.members[0].asked)
+    run.evaluations.cancel()
+    await publishing
+    await run.evaluations.finish()
+    assert run.events[-1] == "live 1" and not run.results and not run.failures
 
 
-def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        await publish(run, 1)
-        await run.begin()
-        one, other = run.members
-        await until(lambda: other.asked)
-        async with run.coordinator.without_learner():
-            run.run_epoch = 1
-            await run.coordinator.relink(0, run_epoch=1)
-        one.answering.set()
-        other.answering.set()
-        await run.evaluations.finish()
-        assert [step for step, _ in run.results] == [0] and {
-            label for _, label in other.asked + one.asked
-        } == {"v0.1", "v1.0"}
-        assert "the learner went back before step 1" in run.notes[0]
-
-    ran(scenario)
+async def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> None:
+    run = Beside()
+    await run.coordinator.start(0)
+    await publish(run, 1)
+    await run.begin()
+    one, other = run.members
+    await until(lambda: other.asked)
+    async with run.coordinator.without_learner():
+        run.run_epoch = 1
+        await run.coordinator.relink(0, run_epoch=1)
+    one.answering.set()
+    other.answering.set()
+    await run.evaluations.finish()
+    assert [step for step, _ in run.results] == [0] and {
+        label for _, label in other.asked + one.asked
+    } == {"v0.1", "v1.0"}
+    assert "the learner went back before step 1" in run.notes[0]
 
 
-def test_an_engine_that_comes_back_to_a_dead_learner_waits_for_it_and_says_so() -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        brought_back, connect = asyncio.Event(), run.learner.connect
+async def test_an_engine_that_comes_back_to_a_dead_learner_waits_for_it_and_says_so() -> None:
+    run = Beside()
+    await run.coordinator.start(0)
+    brought_back, connect = asyncio.Event(), run.learner.connect
 
-        async def dead(sizes: list[int]) -> list[dict[str, Any]]:
-            if not brought_back.is_set():
-                raise LearnerLost("a learner rank died")
-            return await connect(sizes)
+    async def dead(sizes: list[int]) -> list[dict[str, Any]]:
+        if not brought_back.is_set():
+            raise LearnerLost("a learner rank died")
+        return await connect(sizes)
 
-        run.learner.connect, run.learner.back = dead, brought_back.wait
-        run.members[1].answering.set()
-        await run.begin()
-        assert not await run.evaluations.finish(0.05)
-        with pytest.raises(
-            LearnerLost
-        ):  # whoever waits for the evaluation hears of it, and brings the learner back
-            await run.coordinator.refresh(0)
-        async with run.coordinator.without_learner():
-            brought_back.set()
-            await run.coordinator.relink(0, run_epoch=0)
-        assert await run.evaluations.finish(5)
-        assert [step for step, _ in run.results] == [0] and len(run.coordinator.serving()) == 2
-
-    ran(scenario)
+    run.learner.connect, run.learner.back = dead, brought_back.wait
+    run.members[1].answering.set()
+    await run.begin()
+    assert not await run.evaluations.finish(0.05)
+    with pytest.raises(
+        LearnerLost
+    ):  # whoever waits for the evaluation hears of it, and brings the learner back
+        await run.coordinator.refresh(0)
+    async with run.coordinator.without_learner():
+        brought_back.set()
+        await run.coordinator.relink(0, run_epoch=0)
+    assert await run.evaluations.finish(5)
+    assert [step for step, _ in run.results] == [0] and len(run.coordinator.serving()) == 2
 
 
-def test_before_and_after_training_all_engines_share_the_problems() -> None:
-    async def scenario() -> None:
-        run = Beside(engines=3)
-        await run.coordinator.start(0)
-        for engine in run.members:
-            engine.answering.set()
-        run.members[1].fault = ray.exceptions.RayActorError()
-        result, rows = await run.evaluations.everywhere(9, step=0, alone=nobody_waits)
-        assert (result["eval/problems"], len(rows)) == (9, 3)
-        assert sorted(
-            index for engine in run.members for indices, _ in engine.asked for index in indices
-        ) == list(range(9))
-        assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == [
-            "a1"
-        ]
-
-    ran(scenario)
+async def test_before_and_after_training_all_engines_share_the_problems() -> None:
+    run = Beside(engines=3)
+    await run.coordinator.start(0)
+    for engine in run.members:
+        engine.answering.set()
+    run.members[1].fault = ray.exceptions.RayActorError()
+    result, rows = await run.evaluations.everywhere(9, step=0, alone=nobody_waits)
+    assert (result["eval/problems"], len(rows)) == (9, 3)
+    assert sorted(
+        index for engine in run.members for indices, _ in engine.asked for index in indices
+    ) == list(range(9))
+    assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == ["a1"]
 
 
-def test_before_and_after_training_the_deadline_ends_the_run(
+async def test_before_and_after_training_the_deadline_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "cancel", lambda call: None)
 
-    async def scenario() -> None:
-        run = Beside(timeout_s=0.05)
-        await run.coordinator.start(0)
-        with pytest.raises(Stalled, match=r"longer than evaluation.timeout_s = 0.05 s"):
-            await run.evaluations.everywhere(4, step=0, alone=nobody_waits)
-
-    ran(scenario)
+    run = Beside(timeout_s=0.05)
+    await run.coordinator.start(0)
+    with pytest.raises(Stalled, match=r"longer than evaluation.timeout_s = 0.05 s"):
+        await run.evaluations.everywhere(4, step=0, alone=nobody_waits)
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_can_come(
+async def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_can_come(
     replaced: bool,
 ) -> None:
-    async def scenario() -> None:
-        run = Beside()
-        await run.coordinator.start(0)
-        for engine in run.members:
-            engine.answering.set()
-            engine.fault = ray.exceptions.RayActorError()
-        newcomer = Answerer("b0", run.events)
-        newcomer.answering.set()
+    run = Beside()
+    await run.coordinator.start(0)
+    for engine in run.members:
+        engine.answering.set()
+        engine.fault = ray.exceptions.RayActorError()
+    newcomer = Answerer("b0", run.events)
+    newcomer.answering.set()
 
-        async def alone() -> None:
-            assert list(run.dropped) == ["a0", "a1"]
-            if not replaced:
-                raise FaultBudgetSpent("the restart budget is spent")
-            await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
-
+    async def alone() -> None:
+        assert list(run.dropped) == ["a0", "a1"]
         if not replaced:
-            with pytest.raises(FaultBudgetSpent, match="budget is spent"):
-                await run.evaluations.everywhere(4, step=0, alone=alone)
-            return
-        result, _ = await run.evaluations.everywhere(4, step=0, alone=alone)
-        assert result["eval/problems"] == 4 and [
-            sorted(indices) for indices, _ in newcomer.asked
-        ] == [[0, 1, 2, 3]]
+            raise FaultBudgetSpent("the restart budget is spent")
+        await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
 
-    ran(scenario)
+    if not replaced:
+        with pytest.raises(FaultBudgetSpent, match="budget is spent"):
+            await run.evaluations.everywhere(4, step=0, alone=alone)
+        return
+    result, _ = await run.evaluations.everywhere(4, step=0, alone=alone)
+    assert result["eval/problems"] == 4 and [sorted(indices) for indices, _ in newcomer.asked] == [
+        [0, 1, 2, 3]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ is trained twice.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,6 +26,7 @@ from async_grpo.run.trainer import Trainer
 from tests.support import ack_log
 from tests.support.models import write_model
 from tests.support.verbs import retrain, train
+from tests.support.waiting import ask
 
 STEPS, R, K, KILLS = 14, 6, 2, 3
 
@@ -62,15 +61,6 @@ def settings(home: Path, model: str) -> Config:
     )
 
 
-def ask(trainer: Trainer, work: Any) -> Any:
-    """Run a coroutine of the system on the trainer's loop."""
-    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=90)
-
-
-async def result(reference: Any) -> Any:
-    return await reference
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> Iterator[dict]:
     """One run whose queue is killed `KILLS` times while actors produce and the learner trains."""
@@ -85,19 +75,19 @@ def story(tmp_path_factory) -> Iterator[dict]:
             trainer.train(steps=1)
             handle = trainer.system._queue_handle
             for kill in range(KILLS):
-                pid = ask(trainer, result(handle.pid.remote()))
+                pid = ask(trainer, handle.pid.remote())
                 training = thread.submit(trainer.train, steps=3)
                 time.sleep(rng.uniform(0.0, 0.6))
                 os.kill(pid, signal.SIGKILL)
                 told["kills"].append((pid, trainer.steps_done))
                 training.result(timeout=120)
-                assert ask(trainer, result(handle.pid.remote())) != pid, (
+                assert ask(trainer, handle.pid.remote()) != pid, (
                     f"kill {kill}: the queue's process is still the old one"
                 )
             trainer.train(steps=STEPS - trainer.steps_done)
             told["counts"] = ask(trainer, trainer.system.queue.call(ReplayQueue.counts))
             told["metrics"] = ask(trainer, trainer.system.queue.metrics())
-            os.kill(ask(trainer, result(handle.pid.remote())), signal.SIGKILL)
+            os.kill(ask(trainer, handle.pid.remote()), signal.SIGKILL)
             try:
                 trainer.train()
             except Exception as error:  # noqa: BLE001 - whatever it is, its code is what the test is about

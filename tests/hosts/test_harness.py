@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import hosts as support
 from tests.support.hosts import Host, Hosts
+from tests.support.waiting import wait_until, wait_until_gone
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,10 +101,8 @@ def test_a_host_may_have_other_storage(tmp_path: Path) -> None:
 def orphan(host: Host) -> None:
     """Leave a process to the host's first one, and let it end."""
     host.run(["bash", "-c", "(sleep 0.1 & exit 0)"], seconds=10)
-    deadline = time.monotonic() + 10
-    while any("sleep 0.1" in command for command in host.processes().values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    commands = host.processes
+    wait_until(lambda: not any("sleep 0.1" in one for one in commands().values()), 10, "its end")
     time.sleep(0.3)
 
 
@@ -122,10 +121,7 @@ def test_a_host_that_dies_takes_everything_with_it_and_comes_back(three: Hosts) 
     [pid] = [pid for pid, command in b.processes().items() if command == "sleep 1234"]
     b.run(["touch", "/dev/shm/left"], seconds=10)
     b.kill()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and support._state(Path(f"/proc/{pid}")) != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_gone([pid], 10)
     b.boot()
     assert b.processes() == {} and b.files_in("/dev/shm") == []
     assert a.ping(b).lost == 0
@@ -152,7 +148,4 @@ def test_a_test_that_is_killed_leaves_no_host(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "their end")

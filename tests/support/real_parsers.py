@@ -56,7 +56,7 @@ def parsed(file: Path, words: list[str]) -> argparse.Namespace:
     Incomplete.
     """
     here, told = names(file), io.StringIO()
-    if "ArgumentParser" not in here.source:  # a command of few words
+    if not any(f".{name}(" in here.source for name in PARSING):  # a command of few words
         if unknown := [word for word in words if f'"{word}"' not in here.source]:
             raise Refused(f"{file.name} knows no {' '.join(unknown)}")
         return argparse.Namespace()

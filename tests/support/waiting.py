@@ -1,10 +1,12 @@
-"""Waits on conditions, with deadlines."""
+"""Waits on conditions and on the processes of a run, with deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 
 def alive(pid: int) -> bool:
@@ -22,11 +24,24 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> object:
-    """The first true value of `condition`, within a deadline."""
+def wait_until(
+    condition: Callable[[], Any], seconds: float, what: str, *, log: Path | None = None
+) -> Any:
+    """The first true value of `condition`, within a deadline. log: shown where there is none."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            said = "" if log is None else f":\n{log.read_text()[-3000:]}"
+            raise AssertionError(f"{what} did not happen within {seconds} s{said}")
         time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {seconds} s")
+    return value
+
+
+def ask(trainer: Any, work: Awaitable[Any], *, seconds: float = 120.0) -> Any:
+    """Await a coroutine of the system, or a call of one of its actors, on the trainer's loop."""
+
+    async def awaited() -> Any:
+        return await work
+
+    loop = trainer.system.event_loop
+    return asyncio.run_coroutine_threadsafe(awaited(), loop).result(timeout=seconds)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from async_grpo.runtime.stopping import STOPPED_EARLY
 from tests.support.models import write_model
 from tests.support.processes import left_by, marked
 from tests.support.verbs import check, train
+from tests.support.waiting import wait_until
 
 MARK = "ASYNC_GRPO_TEST_MARK"
 HEAD_PORTS = (6379, 8265, 10001, 52365)
@@ -63,23 +63,60 @@ def config(home) -> Path:
     return path
 
 
-def start(config: Path, *overrides: str, mark: str, log: Path) -> subprocess.Popen:
-    """The command in a process of its own; every process it starts carries the mark in its
-    environment.
+class Command:
+    """The command in a process of its own, as a context; every process it starts carries a mark in
+    its environment.
     """
-    with open(log, "w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "async_grpo.run", str(config), *overrides],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {MARK: mark},
-            start_new_session=True,
-        )
 
+    def __init__(self, config: Path, *overrides: str, log: Path) -> None:
+        self.log, self._mark = log, uuid.uuid4().hex
+        with open(log, "w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.run", str(config), *overrides],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {MARK: self._mark},
+                start_new_session=True,
+            )
 
-def send(process: subprocess.Popen, number: int, *, group: bool) -> None:
-    """Send a signal to the command, or to its process group, as `timeout` and systemd do."""
-    (os.killpg if group else os.kill)(process.pid, number)
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+
+    @property
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        wait_until(condition, seconds, what, log=self.log)
+
+    def trains(self) -> None:
+        """Wait for the first learner step."""
+        self.until(lambda: "step " in self.text and "tok/s" in self.text, 240, "the first step")
+
+    def pids(self, word: str = "") -> list[int]:
+        """Its processes with this word in their command."""
+        found = marked(MARK, self._mark)
+        return [pid for pid in found if not word or word in command_of(pid)]
+
+    def send(self, number: int, *, group: bool) -> None:
+        """Send a signal to the command, or to its process group, as `timeout` and systemd do."""
+        (os.killpg if group else os.kill)(self._process.pid, number)
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def ends(self, *codes: int, seconds: float) -> None:
+        """Wait for its end, with one of these exit codes."""
+        assert self._process.wait(timeout=seconds) in codes, self.text[-3000:]
+
+    def leaves_nothing(self, pids: list[int], *, seconds: float = 30) -> None:
+        """Wait for the end of all its processes; no file of these is left."""
+        self.until(lambda: not self.pids(), seconds, "the end of all processes")
+        assert not left_by(pids)
 
 
 def command_of(pid: int) -> str:
@@ -132,15 +169,6 @@ def test_listeners_are_seen_and_told_apart() -> None:
     ] == [True] * 3 + [False] * 3
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str, log: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, (
-            f"{what} did not happen within {seconds} s:\n{log.read_text()[-3000:]}"
-        )
-        time.sleep(0.1)
-
-
 BAD = [
     (["rollout.grup_size=4"], "rollout.group_size"),
     (["learner.lr=fast"], "learner.lr"),
@@ -191,69 +219,49 @@ def test_a_missing_file_is_exit_2(tmp_path, capsys):
 def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
     home = home / f"first-{group}"
     home.mkdir()
-    mark, log = uuid.uuid4().hex, home / "first.txt"
-    process = start(config, f"run.dir={home / 'run'}", mark=mark, log=log)
-    try:
-        wait_until(
-            lambda: "step " in log.read_text() and "tok/s" in log.read_text(),
-            240,
-            "the first learner step",
-            log,
-        )
-        pids = marked(MARK, mark)
+    with Command(config, f"run.dir={home / 'run'}", log=home / "first.txt") as run:
+        run.trains()
+        pids = run.pids()
         found = listeners(pids)
         assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], (
             found
         )
         assert not [entry for entry in found if entry[1] in HEAD_PORTS], found
         assert (home / "run").stat().st_mode & 0o777 == 0o700
-        send(process, signal.SIGTERM, group=group)
-        assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    assert "SIGTERM" in log.read_text() and "stopped early" in log.read_text()
-    assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
+        run.send(signal.SIGTERM, group=group)
+        run.ends(0, seconds=60)
+    assert "SIGTERM" in run.text and "stopped early" in run.text
+    assert run.text.splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
     assert len(list((home / "run" / "checkpoints").iterdir())) == 1
     assert (
         read_status(home / "run")["exit_code"] == 0
-        and f"report: {home / 'run' / 'report' / 'report.html'}" in log.read_text()
+        and f"report: {home / 'run' / 'report' / 'report.html'}" in run.text
     )
     assert "exit code 0" in (home / "run" / "report" / "report.html").read_text()
-    wait_until(lambda: not marked(MARK, mark), 20, "the end of all processes", log)
-    assert not left_by(pids)
+    run.leaves_nothing(pids, seconds=20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home):
     run_dir = f"run.dir={home / 'spent'}"
-    mark, log = uuid.uuid4().hex, home / "first_part.txt"
-    process = start(config, run_dir, "run.total_steps=2", mark=mark, log=log)
-    try:
-        assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    mark, log = uuid.uuid4().hex, home / "second_part.txt"
-    process = start(config, run_dir, mark=mark, log=log)
-    try:
-        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
+    with Command(config, run_dir, "run.total_steps=2", log=home / "first_part.txt") as run:
+        run.ends(0, seconds=300)
+    with Command(config, run_dir, log=home / "second_part.txt") as run:
+        run.trains()
         [saved] = (home / "spent" / "checkpoints").iterdir()
-        assert f"resumed {saved}" in log.read_text()
-        pids = marked(MARK, mark)
-        engines = [pid for pid in pids if "EngineCore" in command_of(pid)]
-        assert len(engines) == 1, [*map(command_of, pids), log.read_text()[-3000:]]
+        assert f"resumed {saved}" in run.text
+        pids, engines = run.pids(), run.pids("EngineCore")
+        assert len(engines) == 1, [*map(command_of, pids), run.text[-3000:]]
         os.kill(engines[0], signal.SIGKILL)
-        assert process.wait(timeout=90) == 4, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    text = log.read_text()
+        run.ends(4, seconds=90)
     assert (
         read_status(home / "spent")["exit_code"] == 4
         and "restart_budget = 0" in (home / "spent" / "report" / "report.html").read_text()
     )
-    assert "restart_budget = 0" in text and re.search(r"exit code 4: .+", text.splitlines()[-1])
-    wait_until(lambda: not marked(MARK, mark), 20, "the end of all processes", log)
-    assert not left_by(pids)
+    last = run.text.splitlines()[-1]
+    assert "restart_budget = 0" in run.text and re.search(r"exit code 4: .+", last)
+    run.leaves_nothing(pids, seconds=20)
 
 
 @pytest.mark.alone  # a run that starts beside it would remove the files first
@@ -263,46 +271,30 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     """The engine is stopped first: the kernel ends it all the same. The next one is asked to end
     while it starts.
     """
-    mark, log = uuid.uuid4().hex, home / "third.txt"
-    process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
-    try:
-        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
-        [engine] = [pid for pid in marked(MARK, mark) if "EngineCore" in command_of(pid)]
+    run_dir = f"run.dir={home / 'killed'}"
+    with Command(config, run_dir, log=home / "third.txt") as run:
+        run.trains()
+        [engine] = run.pids("EngineCore")
         os.kill(engine, signal.SIGSTOP)
-        pids = marked(MARK, mark)
-    finally:
-        process.kill()
-    process.wait(timeout=10)
-    wait_until(
-        lambda: not [pid for pid in marked(MARK, mark) if "Agent" not in command_of(pid)],
+        pids = run.pids()
+    run.ends(-signal.SIGKILL, seconds=10)
+    run.until(
+        lambda: not [pid for pid in run.pids() if "Agent" not in command_of(pid)],
         30,
         "the end of all processes of ours",
-        log,
     )
-    wait_until(
-        lambda: not marked(MARK, mark),
-        240,
-        "the end of Ray's own two agents, which look for their parent now and then",
-        log,
-    )
+    what = "the end of Ray's own two agents, which look for their parent now and then"
+    run.until(lambda: not run.pids(), 240, what)
     files = left_by(pids)
     assert files, "a killed run leaves its segments: nothing can be said about who removes them"
 
-    mark, log = uuid.uuid4().hex, home / "fourth.txt"
-    process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
-    try:
-        wait_until(
-            lambda: not any(path.exists() for path in files),
-            180,
-            "the removal of what the killed run left",
-            log,
-        )
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=90) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
-    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
+    with Command(config, run_dir, log=home / "fourth.txt") as run:
+        what = "the removal of what the killed run left"
+        run.until(lambda: not any(path.exists() for path in files), 180, what)
+        run.send(signal.SIGINT, group=False)
+        run.ends(0, seconds=90)
+    assert run.text.splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
+    run.leaves_nothing([])
 
 
 @pytest.mark.slow
@@ -311,21 +303,17 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     "moment", ["starting Ray ...", "starting engines and learner ...", "connecting weights"]
 )
 def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, moment, group):
-    mark, log = uuid.uuid4().hex, home / f"{uuid.uuid4().hex}.txt"
-    process = start(config, f"run.dir={home / log.stem}", mark=mark, log=log)
-    try:
-        wait_until(lambda: moment in log.read_text(), 120, moment, log)
-        pids = marked(MARK, mark)
-        send(process, signal.SIGTERM, group=group)
-        assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    text = log.read_text()
+    log = home / f"{uuid.uuid4().hex}.txt"
+    with Command(config, f"run.dir={home / log.stem}", log=log) as run:
+        run.until(lambda: moment in run.text, 120, moment)
+        pids = run.pids()
+        run.send(signal.SIGTERM, group=group)
+        run.ends(0, seconds=120)
+    text = run.text
     trains = moment == "connecting weights" and "stopped early, resumable" in text  # meanwhile
     assert "Traceback" not in text and (STOPPED_EARLY in text or trains)
     assert text.splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
-    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
-    assert not left_by(pids)
+    run.leaves_nothing(pids)
 
 
 @pytest.mark.slow
@@ -342,41 +330,30 @@ def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, momen
 def test_who_is_killed_in_the_start_is_replaced_or_ends_the_run_in_a_sentence(
     config, home, process_class, budget, code, says
 ):
-    mark, log = uuid.uuid4().hex, home / f"{uuid.uuid4().hex}.txt"
+    log = home / f"{uuid.uuid4().hex}.txt"
     settings = [f"run.dir={home / log.stem}", f"cluster.restart_budget={budget}"]
-    process = start(config, *settings, "run.total_steps=1", mark=mark, log=log)
-
-    def named() -> list[int]:
-        return [pid for pid in marked(MARK, mark) if process_class in command_of(pid)]
-
-    try:
-        wait_until(named, 240, f"a {process_class}", log)
-        os.kill(named()[0], signal.SIGKILL)
-        assert process.wait(timeout=300) == code, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    text = log.read_text()
+    with Command(config, *settings, "run.total_steps=1", log=log) as run:
+        run.until(lambda: run.pids(process_class), 240, f"a {process_class}")
+        os.kill(run.pids(process_class)[0], signal.SIGKILL)
+        run.ends(code, seconds=300)
+    text = run.text
     assert says in text and "Traceback" not in text, text[-3000:]
     assert text.splitlines()[-1].endswith(f"exit code {code}: {EXIT_MEANING[code]}")
     if code:
         assert "error: it was starting; " in text
-    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
+    run.leaves_nothing([])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_second_signal_to_the_group_ends_the_run_at_once(config, home):
-    mark, log = uuid.uuid4().hex, home / "twice.txt"
-    process = start(config, f"run.dir={home / 'twice'}", mark=mark, log=log)
-    try:
-        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
-        send(process, signal.SIGTERM, group=True)
-        wait_until(lambda: "SIGTERM" in log.read_text(), 30, "the first signal's line", log)
-        if process.poll() is None:
-            send(process, signal.SIGTERM, group=True)
-        assert process.wait(timeout=60) in (0, 128 + signal.SIGTERM), log.read_text()[-3000:]
-    finally:
-        process.kill()
-    assert "Traceback" not in log.read_text()
-    assert re.search(r"exit code (0|143): .+", log.read_text().splitlines()[-1])
-    wait_until(lambda: not marked(MARK, mark), 60, "the end of all processes", log)
+    with Command(config, f"run.dir={home / 'twice'}", log=home / "twice.txt") as run:
+        run.trains()
+        run.send(signal.SIGTERM, group=True)
+        run.until(lambda: "SIGTERM" in run.text, 30, "the first signal's line")
+        if run.lives():
+            run.send(signal.SIGTERM, group=True)
+        run.ends(0, 128 + signal.SIGTERM, seconds=60)
+    assert "Traceback" not in run.text
+    assert re.search(r"exit code (0|143): .+", run.text.splitlines()[-1])
+    run.leaves_nothing([], seconds=60)

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.models import write_model
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "async_grpo"
@@ -74,10 +74,13 @@ def test_the_core_trains_evaluates_is_killed_and_resumes(checkout: Path) -> None
     first, second = checkout / "first.txt", checkout / "second.txt"
     run = begun(checkout, first, "run.total_steps=100000")
     try:
-        deadline = time.monotonic() + 150
-        while "checkpoint of step 4" not in first.read_text():
-            assert run.poll() is None and time.monotonic() < deadline, first.read_text()
-            time.sleep(0.2)
+        wait_until(
+            lambda: "checkpoint of step 4" in first.read_text() or run.poll() is not None,
+            150,
+            "a checkpoint",
+            log=first,
+        )
+        assert run.poll() is None, first.read_text()
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait(timeout=30)

@@ -4,7 +4,6 @@ one is killed at it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections import Counter
@@ -22,7 +21,7 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.recorded_run import PROBLEMS, STEPS, lines
-from tests.support.waiting import wait_until
+from tests.support.waiting import ask, wait_until
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
@@ -145,48 +144,33 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
         ThreadPoolExecutor(1) as thread,
     ):
 
-        def ask(work) -> object:
-            return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(
-                timeout=60
-            )
-
         def away() -> list:
             serving = {engine.actor_id for engine in trainer.system.coordinator.serving()}
             return [
                 engine for engine in trainer.system.actors.alive() if engine.actor_id not in serving
             ]
 
-        async def pid(engine) -> int:
-            return await engine.handle.pid.remote()
-
         trainer.train(steps=1)
         first = thread.submit(trainer.train, every + 9)
         [lent] = wait_until(away, 200, "an engine that is away")
-        held = wait_until(
-            lambda: (
-                lent.actor_id
-                not in {
-                    name
-                    for name, groups in ask(trainer.system.queue.call(ReplayQueue.held)).items()
-                    if groups
-                }
-                or not away()
-            ),
-            60,
-            "its last groups",
-        )
+
+        def is_idle() -> bool:
+            held = ask(trainer, trainer.system.queue.call(ReplayQueue.held))
+            return not held.get(lent.actor_id) or not away()
+
+        held = wait_until(is_idle, 60, "its last groups")
         first.result(timeout=200)
-        ask(trainer.system.evaluations.finish())
+        ask(trainer, trainer.system.evaluations.finish())
         assert held and not away() and [step for step, _ in trainer.evaluations] == [every]
         second = thread.submit(trainer.train)
         [victim] = wait_until(away, 200, "the next evaluation")
-        os.kill(ask(pid(victim)), signal.SIGKILL)
+        os.kill(ask(trainer, victim.handle.pid.remote()), signal.SIGKILL)
         second.result(timeout=400)
-        ask(trainer.system.evaluations.finish())
+        ask(trainer, trainer.system.evaluations.finish())
         results, deaths, counts = (
             list(trainer.evaluations),
             list(trainer.system.actors.deaths),
-            ask(trainer.system.queue.call(ReplayQueue.counts)),
+            ask(trainer, trainer.system.queue.call(ReplayQueue.counts)),
         )
         final = trainer.evaluate()
     text = (tmp_path / "log.txt").read_text()
@@ -241,13 +225,7 @@ def test_the_only_engine_dies_in_the_last_evaluation_and_the_one_in_its_place_an
     ):
         trainer.train()
         [victim] = trainer.system.actors.alive()
-
-        async def pid() -> int:
-            return await victim.handle.pid.remote()
-
-        process = asyncio.run_coroutine_threadsafe(pid(), trainer.system.event_loop).result(
-            timeout=60
-        )
+        process = ask(trainer, victim.handle.pid.remote())
         last = thread.submit(trainer.evaluate)
         wait_until(lambda: trainer.system.loop.phase == "evaluating", 60, "the evaluation")
         os.kill(process, signal.SIGKILL)

@@ -4,7 +4,6 @@ culprit.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from async_grpo.run.ending import guarded
 from async_grpo.run.trainer import Trainer
 from async_grpo.runtime import stacks
 from tests.support.models import write_model
+from tests.support.waiting import ask, wait_until
 
 STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 16.0, 10.0, 90.0
 pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
@@ -59,21 +59,9 @@ def settings(home: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.05)
-    return value
-
-
-def ask(trainer: Trainer, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=30)
-
-
-async def _counts(trainer: Trainer) -> dict[str, float]:
+def _counts(trainer: Trainer) -> dict[str, float]:
     [engine] = trainer.system.actors.alive()
-    return (await engine.handle.status.remote())["counts"]
+    return ask(trainer, engine.handle.status.remote())["counts"]
 
 
 def bundle(directory: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
@@ -138,9 +126,7 @@ def _the_verifiers_hang(trainer: Trainer, home: Path, told: dict[str, Any]) -> N
     )
     (home / "verifier").write_text("")
     told["errors"] = wait_until(
-        lambda: ask(trainer, _counts(trainer)).get("verifier_errors"),
-        60,
-        "the count of verifier errors",
+        lambda: _counts(trainer).get("verifier_errors"), 60, "the count of verifier errors"
     )
 
 

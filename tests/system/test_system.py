@@ -4,7 +4,6 @@ rollout actor, a resumed checkpoint.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -26,7 +25,7 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
 from tests.support.models import write_model
-from tests.support.waiting import wait_until
+from tests.support.waiting import ask, wait_until
 
 DATA = Path(__file__).parents[1] / "data"
 STEPS, SAVED = 7, 2
@@ -74,11 +73,6 @@ def settings(directory: Path, model: str, **changes) -> Config:
     return Config.model_validate(values | changes)
 
 
-def ask(trainer: Trainer, work) -> object:
-    """Run a coroutine of the system on the trainer's loop."""
-    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=120)
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> Iterator[dict]:
     """One run, told once: train, save, kill an actor in mid-generation, train on, end; then resume
@@ -98,7 +92,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["refused"] = refused(home / "run", model)
         told["probes"] = ask(trainer, trainer.system.learner.logprobs(PROBES))
         victim = trainer.system.actors.alive()[0]
-        pid = ask(trainer, _result(victim.handle.pid.remote()))
+        pid = ask(trainer, victim.handle.pid.remote())
         with ThreadPoolExecutor(1) as thread:
             training = thread.submit(trainer.train)
             told["in_flight"] = wait_until(
@@ -193,10 +187,6 @@ def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int,
         return held
     os.kill(pid, signal.SIGCONT)
     return []
-
-
-async def _result(reference):
-    return await reference
 
 
 def test_every_step_trains_a_full_batch_within_the_bound(story):
