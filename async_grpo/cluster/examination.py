@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from async_grpo.cluster.deaths import is_death
-from async_grpo.cluster.session import RaySession, on_node
+from async_grpo.cluster.session import RaySession
 from async_grpo.observe import evidence
 from async_grpo.runtime.text import one_line
 
@@ -74,7 +74,7 @@ def other_nodes(session: RaySession, run_dir: str, *, limit_s: float) -> list[di
 
 def _there(node_id: str, run_dir: str, role: str = "") -> Any:
     """Collect the same evidence on another node."""
-    task = ray.remote(evidence.gather).options(max_retries=0, **on_node(node_id))
+    task = ray.remote(evidence.gather).options(max_retries=0, **RaySession.on_node(node_id))
     return task.remote(run_dir, role=role)
 
 

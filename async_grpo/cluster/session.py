@@ -202,7 +202,7 @@ class RaySession:
         asked = {}
         for node in self.nodes():
             if node.gpus:
-                ask = _smallest_gpu.options(max_retries=0, **on_node(node.node_id))
+                ask = _smallest_gpu.options(max_retries=0, **self.on_node(node.node_id))
                 asked[ask.remote()] = node.node_id
         answers: dict[str, int] = {}
         if not asked:
@@ -264,7 +264,7 @@ class RaySession:
         """Whether a node runs a process now: Ray notices the loss of a node late."""
         if node_id == ray.get_runtime_context().get_node_id():
             return True
-        call = _here.options(max_retries=0, **on_node(node_id)).remote()
+        call = _here.options(max_retries=0, **self.on_node(node_id)).remote()
         answer = asyncio.ensure_future(settled(call))
         deadline = time.monotonic() + timeout_s
         try:
@@ -288,7 +288,7 @@ class RaySession:
         try:
             own.write_text(token)
             for node in nodes:
-                probe = _probe_storage.options(**on_node(node.node_id))
+                probe = _probe_storage.options(**self.on_node(node.node_id))
                 answer = probe.remote(str(own), token, node.node_id)
                 try:
                     seen = await asyncio.wait_for(answer, timeout_s)
@@ -330,13 +330,19 @@ class RaySession:
         """Start a process beside the driver that needs no reserved resources; its handle. options:
         of a Ray actor.
         """
-        here = on_node(ray.get_runtime_context().get_node_id())
+        here = self.on_node(ray.get_runtime_context().get_node_id())
         return ray.remote(process).options(**options, **here).remote(*arguments)
 
     @staticmethod
     def end(handle: Any) -> None:
         """End a process at once; a Ray that was there before goes on."""
         ray.kill(handle)
+
+    @staticmethod
+    def on_node(node_id: str) -> dict[str, Any]:
+        """Return Ray's options of an actor or a task on this node that reserves nothing."""
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": where}
 
     def close(self) -> None:
         """Free the reservations and disconnect; a cluster started here ends, a Ray that the caller
@@ -355,12 +361,6 @@ class RaySession:
         if group in self._groups:
             self._groups.remove(group)
             remove_placement_group(group)
-
-
-def on_node(node_id: str) -> dict[str, Any]:
-    """Return Ray's options of an actor or a task on this node that reserves nothing."""
-    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return {"num_cpus": 0, "scheduling_strategy": where}
 
 
 def _given() -> PlacementGroup | None:

@@ -41,7 +41,7 @@ from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.session import RaySession, on_node
+from async_grpo.cluster.session import RaySession
 from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
@@ -149,7 +149,7 @@ class System:
             home=placement.learners[0].node_id,
             key=facts.key,
             fallback=fallback_directory(config),
-            where=on_node,
+            where=session.on_node,
             # whoever waits for a relay that hangs can say so before its own deadline
             deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
             listener=listener,

@@ -28,7 +28,7 @@ from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import GivenUp, RemoteEngine
 from async_grpo.cluster.rollout_actors import ActorManager
-from async_grpo.cluster.session import RaySession, on_node
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
 from async_grpo.replay.queue import ReplayQueue
@@ -171,7 +171,7 @@ async def fleet(
             home=where.learners[0].node_id,
             key="",
             fallback=directory,
-            where=on_node,
+            where=session.on_node,
             deadline_s=60,
             listener=here.listener,
         ),
@@ -401,7 +401,7 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
             home=home,
             key=key,
             fallback=tmp_path,
-            where=on_node,
+            where=session.on_node,
             deadline_s=60,
             listener=RecordingListener(notes),
         )

@@ -244,6 +244,9 @@ class World:
 
     def release(self, option: Any) -> None: ...
 
+    def on_node(self, node_id: str) -> dict[str, Any]:
+        return {}
+
     def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
         return self.remote(process).remote(*arguments)
 

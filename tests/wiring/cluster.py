@@ -114,6 +114,9 @@ class Session:
     async def check_shared_storage(self, directory: str, used: set[str], **options: Any) -> None:
         self._asked.append(("storage", Path(directory).name, options))
 
+    def on_node(self, node_id: str) -> dict[str, Any]:
+        return {}
+
     def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:
         return ray.remote(process).options(**options).remote(*arguments)
 
