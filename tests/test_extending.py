@@ -4,6 +4,7 @@ configuration, and run.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from async_grpo.algo import catalog
+from async_grpo.algo import metrics as algo_metrics
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.importance import importance_weights
 from async_grpo.algo.losses import Clip, policy_loss
@@ -26,8 +28,10 @@ from async_grpo.config import yaml12
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
+from async_grpo.observe.tracking import shown
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.run import planning
 from async_grpo.run.planning import RowMath, shaping
 from async_grpo.wire import codec
 from tests.support.algo_case import tokens
@@ -201,6 +205,47 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
             assert ("train/importance_weight" in metrics) and metrics["train/lag_max"] == step - 1
     finally:
         learner.close()
+
+
+def test_a_metric_of_the_ranks_is_added_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column where tokens are measured, and its name among the charts beside it."""
+    measured = algo_metrics._trust_region
+    monkeypatch.setattr(
+        algo_metrics, "_trust_region", lambda found: {**measured(found), "flips": found["ratio"]}
+    )
+    sums, case = MetricSums(), tokens(0, 3, 4)
+    loss, diagnostics = policy_loss("ppo_clip", **case, clip=Clip(0.2, 0.2))
+    known = {name: value for name, value in case.items() if name != "loss_mask"}
+    algo_metrics.loss_metrics(
+        sums,
+        token_loss=loss,
+        diagnostics=diagnostics,
+        recomputed=False,
+        mask=case["loss_mask"],
+        **known,
+    )
+    row = MetricSums.from_wire(sums.to_wire()).means()
+    assert row["train/flips"] == row["train/ratio"]
+    assert any(re.fullmatch(r"train/lag_\d+/flips", name) for name in row)
+    with monkeypatch.context() as patched:
+        patched.setattr(algo_metrics, "CHARTS", f"{algo_metrics.CHARTS}|flips")
+        assert importlib.reload(shown).shown("train/flips", 0.5) == "train/flips"
+    assert importlib.reload(shown).shown("train/flips", 0.5) is None  # in metrics.jsonl alone
+
+
+def test_a_metric_of_the_driver_is_added_in_one_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = planning._constant_groups
+    monkeypatch.setattr(
+        planning, "_constant_groups", lambda *given: {**measured(*given), "rollout/mine": 0.25}
+    )
+    config = configured(home, "median", rollout={"rollout_batch_size": 1, "group_size": 3})
+    batch, _ = batch_of((0.0, 0.25, 1.0))
+    _, row = RowMath(config, WEIGHTS).values(batch, {})
+    charts = {name for name, value in row.items() if shown.shown(name, value) == name}
+    assert row["rollout/mine"] == 0.25 and {"rollout/mine", "rollout/zero_std_groups"} <= charts
+    assert row.keys() - charts >= {"rollout/response_tokens", "rollout/generate_s"}
 
 
 def test_the_console_script_finds_modules_of_the_working_directory(tmp_path: Path) -> None:

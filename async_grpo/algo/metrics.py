@@ -17,13 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from async_grpo.algo.late import torch
 from async_grpo.algo.losses import MAX_LOG_RATIO, bounded_exp
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHARTS = (
+    "entropy|kl|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess|importance_weight|importance_ess"
+    "|applied_weight|rejected|mismatch|mismatch_kl|lag_mean|lag_max|row_length"
+)
+"""Which metrics of this module trackers show, as a regular expression; all are in `metrics.jsonl`.
+"""
+CHARTS_PER_LAG = "token_share|pg_clipfrac|ess|mismatch"
+"""Those that are shown per lag bucket too."""
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
 ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
@@ -122,7 +131,7 @@ class MetricSums:
     def _extreme(
         self, store: dict[str, float], name: str | list[str], value: float | Tensor
     ) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             names = [name] if isinstance(name, str) else name
             if value.numel() != len(names):
                 raise ValueError(
@@ -168,7 +177,6 @@ _LABELS = [
 ] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
 
 
-@torch.no_grad()
 def loss_metrics(
     sums: MetricSums,
     *,
@@ -197,7 +205,7 @@ def loss_metrics(
     valid = mask.reshape(-1) != 0
 
     def flat(tensor: Tensor) -> Tensor:
-        return torch.where(valid, tensor.reshape(-1).double(), 0)
+        return torch.where(valid, tensor.detach().reshape(-1).double(), 0)
 
     behavior, anchor, lag = flat(behavior_logprobs), flat(anchor_logprobs), flat(staleness)
     current, mismatch = flat(logprobs), anchor - behavior if recomputed else None

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+from async_grpo.algo.metrics import CHARTS, CHARTS_PER_LAG
+
 _FIRST = ("eval", "rollout", "train")
 _WATCHED = (
     "checkpoint",
@@ -26,14 +28,9 @@ _WATCHED = (
 )
 _MAIN = re.compile(
     r"eval/(?!problems|tokens|seconds).*"
-    r"|rollout/(score|score_std|shaped_reward|accuracy|truncated|reward_kl|kl_coef|baseline_reward"
-    r"|response_length(_right|_wrong)?|reward/.*|(all_wrong|all_right|zero_std)_groups"
-    r"|tokens_per_s_per_response|turns(_max)?|sampled_share|ended/.*|environment_s"
-    r"|environment/.*)"
-    r"|train/(loss|grad_norm|lr|entropy|kl|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess"
-    r"|importance_weight|importance_ess|applied_weight|rejected|mismatch|mismatch_kl"
-    r"|lag_mean|lag_max|row_length|padding|tokens_per_s)"
-    r"|train/lag_[\d+-]+/(score|token_share|pg_clipfrac|ess|mismatch)"
+    r"|rollout/.*"  # but for the details below
+    rf"|train/(loss|grad_norm|lr|padding|tokens_per_s|{CHARTS})"
+    rf"|train/lag_[\d+-]+/(score|{CHARTS_PER_LAG})"
     r"|time/(step|wait|train|publish|learner_idle|(learner|engine)/(?!restarting).*)"
     r"|goodput/(share|trained|generated)"
     r"|replay/(ready|in_flight|lag_mean|lag_max|slowest_tenth)"
@@ -50,6 +47,13 @@ _COUNTED = re.compile(
     r"|weights/(dropped_engines|repeated)|cluster/(faults|restarts|learner_restarts)"
     r"|checkpoint/failures|time/(learner|engine)/restarting|tracking/errors"
 )
+_DETAILS = re.compile(
+    r"rollout/(response_length_max|response_tokens|reward_missing/.*|forks/.*|requests/.*"
+    r"|turns_unread|masked_rows|advantage(_std|_abs_max)?|score_abs_max|versions_per_row"
+    r"|mixed_version_rows|baseline_tokens|first_token_s|generate_s|longest_group_s|verifier_s"
+    r"|verify_s)"
+)
+"""What measures of rollouts MLflow leaves out; another one is shown without an entry here."""
 
 
 def shown(name: str, value: float, *, every: bool = False) -> str | None:
@@ -59,6 +63,7 @@ def shown(name: str, value: float, *, every: bool = False) -> str | None:
     group = name.partition("/")[0]
     if group not in _FIRST and group not in _WATCHED:
         return name
-    if not every and not (value != 0 if _COUNTED.fullmatch(name) else _MAIN.fullmatch(name)):
+    main = _MAIN.fullmatch(name) and not _DETAILS.fullmatch(name)
+    if not every and not (value != 0 if _COUNTED.fullmatch(name) else main):
         return None
     return f"watch/{name}" if group in _WATCHED else name
