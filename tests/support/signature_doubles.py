@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import MagicMock
 
-from api_page import find
+import api_page
+import griffe
 
 from tests.support.metric_page import documented
 
@@ -81,10 +82,11 @@ class _Names(dict[str, Any]):
         if hasattr(builtins, name):
             return getattr(builtins, name)
         try:
-            found = find(name, self._inside)
-        except LookupError:  # of a library
+            package = api_page.load(api_page.PACKAGE)
+            found = api_page.defining(package[".".join(filter(None, (self._inside, name)))])
+        except (KeyError, griffe.AliasResolutionError):  # of a library
             return Any
-        return getattr(importlib.import_module(f"async_grpo.{found.module}"), name, Any)
+        return getattr(importlib.import_module(found.module.path), name, Any)
 
 
 def called(function: Any, *given: Any, owner: Any = None, **named: Any) -> Any:
