@@ -74,12 +74,7 @@ OWNED = (
         lambda config: None in (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high),
     ),
     _unlike("algorithm.gamma", 1.0, "0.99 (or another below 1)", "algorithm.gamma_per"),
-    _Owned(
-        ("rollout.repetition_length",),
-        "rollout.repetition_times",
-        "8 (or another count)",
-        lambda config: config.rollout.repetition_times is not None,
-    ),
+    _unlike("rollout.repetition_times", None, "8 (or another count)", "rollout.repetition_length"),
     _on("replay.filter_groups.enable", "replay.filter_groups"),
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
     _on("replay.journal.enable", "replay.journal.fsync"),
@@ -91,12 +86,7 @@ OWNED = (
             config.model.warm_start is None or config.model.warm_start.blur_max_steps > 0
         ),
     ),
-    _Owned(
-        ("evaluation.temperature",),
-        "evaluation.n",
-        "1 (or more)",
-        lambda config: config.evaluation.n > 0,
-    ),
+    _unlike("evaluation.n", 0, "1 (or more)", "evaluation.temperature"),
     _on(
         "tracking.mlflow",
         "tracking.uri",
