@@ -20,7 +20,6 @@ from async_grpo.algo.accuracy import (
     powers_of_two,
     wilson,
 )
-from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.rollout import evaluator
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
@@ -344,25 +343,3 @@ def test_a_task_that_is_only_evaluated_needs_no_training_data(tmp_path) -> None:
         )
         == 2
     )
-
-
-def test_the_key_that_was_renamed_is_answered_with_the_new_one(tmp_path) -> None:
-    (tmp_path / "c.yaml").write_text(
-        "run: {total_steps: 2}\nmodel: {path: a/b}\nevaluation: {sampled: true}\n"
-    )
-    with pytest.raises(ConfigError, match=r"`sampled` is `evaluation\.n` here"):
-        load_config(tmp_path / "c.yaml")
-
-
-def test_a_learner_step_may_take_as_long_as_an_evaluation() -> None:
-    values = {
-        "run": {"total_steps": 2},
-        "model": {"path": "m"},
-        "watchdog": {"step_timeout_s": 500.0},
-    }
-    Config.model_validate(values)
-    Config.model_validate(values | {"evaluation": {"every_steps": 5, "timeout_s": 500.0}})
-    with pytest.raises(
-        ValueError, match=r"`evaluation\.timeout_s` is 600 and `watchdog\.step_timeout_s` is 500"
-    ):
-        Config.model_validate(values | {"evaluation": {"every_steps": 5}})

@@ -16,6 +16,7 @@ import pytest
 from async_grpo.algo import catalog
 from async_grpo.config import plugins
 from async_grpo.config.load import ConfigError, dump, load_config
+from tests.support import typed
 from tests.support.verbs import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,16 +83,63 @@ def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
-        (["algorithm.policy_loss=my_loss"], ['policy_loss` is "my_loss"', "one of ppo_clip, gspo"]),
-        (["algorithm.policy_loss=my_los", *LOSS[:1]], ['"my_los"', "opmd, topr, my_loss."]),
-        ([*LOSS[:1], "algorithm.adv_estimator=x"], ['"x"', "one of grpo,", "turn_grpo, alone."]),
-        (
-            [*LOSS[:1], "algorithm.importance.mode=x"],
-            ["`algorithm.importance.mode` is", "one of truncate, mask, halved"],
-        ),
-        (
-            ["algorithm.reward_shaping=[x]"],
-            ["reward_shaping.0` is", "`algorithm.plugins` registers"],
+        *typed.refused(
+            """\
+algorithm.policy_loss=my_loss
+    policy_loss` is "my_loss" | one of ppo_clip, gspo
+algorithm.policy_loss=my_los PLUGIN
+    "my_los" | opmd, topr, my_loss.
+PLUGIN algorithm.adv_estimator=x
+    "x" | one of grpo, | turn_grpo, alone.
+PLUGIN algorithm.importance.mode=x
+    `algorithm.importance.mode` is | one of truncate, mask, halved
+algorithm.reward_shaping=[x]
+    reward_shaping.0` is | `algorithm.plugins` registers
+PLUGIN 'algorithm.adv_estimator={name: alone, beta: 1}'
+    `algorithm.adv_estimator.beta` is not a setting | options of alone are none
+PLUGIN 'algorithm.reward_shaping=[{name: doubled, x: 1}]'
+    `algorithm.reward_shaping.0.x` is not a setting | options of doubled are none
+'algorithm.policy_loss={name: sapo, tau_pso: 2.0}'
+    `algorithm.policy_loss.tau_pso` is not a setting | `algorithm.policy_loss.tau_pos`
+'algorithm.policy_loss={name: sapo, tau_pos: !!timestamp 2024-01-01}'
+    `tau_pos` of sapo is of the type date | numbers, text
+algorithm.tau_pos=2
+    `algorithm.policy_loss: {name: sapo, tau_pos: ...}` here
+'algorithm.policy_loss={tau_pos: 2.0}'
+    `algorithm.policy_loss.name` is missing
+algorithm.policy_loss.kappa=2
+    `algorithm.policy_loss.name` is missing
+'weight_sync.backend={name: ipc, senders: one}'
+    `weight_sync.backend.senders` is not a setting | option of nccl, and ipc is chosen
+algorithm.plugins=[missing_one]
+    names missing_one | cannot be imported
+algorithm.plugins=[broken]
+    KeyError: 'what is this' | broken.py, line 2
+algorithm.plugins=[taken]
+    'grpo' is built in | another name
+algorithm.plugins=[dying]
+    dying | ended with code 9
+"algorithm.plugins=['no module']"
+    plugins | text that matches
+replay.plugins=[heavy]
+    `replay.plugins` names heavy, which imports torch | plain Python
+PLUGIN 'replay.filter_groups={enable: true, custom: never}'
+    filter_groups.custom` is | of a module in `replay.plugins`
+'replay.filter_groups={enable: true, custom: never}'
+    filter_groups.custom` is | `replay.plugins` registers
+replay.plugins=[mine] replay.filter_groups.custom=never
+    `enable` is false
+algorithm.plugins=[mine] algorithm.reward_shaping=[doubled] 'replay.filter_groups={enable: true, \
+metric: seq_reward}'
+    seq_reward` needs the reward shaping | `replay.plugins`
+algorithm.plugins=[mine] algorithm.adv_estimator=alone replay.filter_groups.enable=true
+    zero_variance | alone | carries signal
+algorithm.adv_estimator=alone LOSS ALPHA algorithm.gamma=0.9
+    gamma` is 0.9 | alone
+""",
+            LOSS=" ".join(LOSS),
+            PLUGIN=LOSS[0],
+            ALPHA=ALPHA,
         ),
         (LOSS, ["`algorithm.policy_loss.alpha` is missing", "a number"]),
         (_loss("alfa: 1"), ["`algorithm.policy_loss.al", "algorithm.policy_loss.alpha`"]),
@@ -102,67 +150,6 @@ def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             _loss("alpha: 1, tau_pos: 2"),
             ["`algorithm.policy_loss.tau_pos` is not a setting", "option of sapo, and my_loss is"],
-        ),
-        (
-            [*LOSS[:1], "algorithm.adv_estimator={name: alone, beta: 1}"],
-            ["`algorithm.adv_estimator.beta` is not a setting", "options of alone are none"],
-        ),
-        (
-            [*LOSS[:1], "algorithm.reward_shaping=[{name: doubled, x: 1}]"],
-            ["`algorithm.reward_shaping.0.x` is not a setting", "options of doubled are none"],
-        ),
-        (
-            ["algorithm.policy_loss={name: sapo, tau_pso: 2.0}"],
-            ["`algorithm.policy_loss.tau_pso` is not a setting", "`algorithm.policy_loss.tau_pos`"],
-        ),
-        (
-            ["algorithm.policy_loss={name: sapo, tau_pos: !!timestamp 2024-01-01}"],
-            ["`tau_pos` of sapo is of the type date", "numbers, text"],
-        ),
-        (["algorithm.tau_pos=2"], ["`algorithm.policy_loss: {name: sapo, tau_pos: ...}` here"]),
-        (["algorithm.policy_loss={tau_pos: 2.0}"], ["`algorithm.policy_loss.name` is missing"]),
-        (["algorithm.policy_loss.kappa=2"], ["`algorithm.policy_loss.name` is missing"]),
-        (
-            ["weight_sync.backend={name: ipc, senders: one}"],
-            ["`weight_sync.backend.senders` is not a setting", "option of nccl, and ipc is chosen"],
-        ),
-        (["algorithm.plugins=[missing_one]"], ["names missing_one", "cannot be imported"]),
-        (["algorithm.plugins=[broken]"], ["KeyError: 'what is this'", "broken.py, line 2"]),
-        (["algorithm.plugins=[taken]"], ["'grpo' is built in", "another name"]),
-        (["algorithm.plugins=[dying]"], ["dying", "ended with code 9"]),
-        (["algorithm.plugins=['no module']"], ["plugins", "text that matches"]),
-        (
-            ["replay.plugins=[heavy]"],
-            ["`replay.plugins` names heavy, which imports torch", "plain Python"],
-        ),
-        (
-            [*LOSS[:1], "replay.filter_groups={enable: true, custom: never}"],
-            ["filter_groups.custom` is", "of a module in `replay.plugins`"],
-        ),
-        (
-            ["replay.filter_groups={enable: true, custom: never}"],
-            ["filter_groups.custom` is", "`replay.plugins` registers"],
-        ),
-        (["replay.plugins=[mine]", "replay.filter_groups.custom=never"], ["`enable` is false"]),
-        (
-            [
-                "algorithm.plugins=[mine]",
-                "algorithm.reward_shaping=[doubled]",
-                "replay.filter_groups={enable: true, metric: seq_reward}",
-            ],
-            ["seq_reward` needs the reward shaping", "`replay.plugins`"],
-        ),
-        (
-            [
-                "algorithm.plugins=[mine]",
-                "algorithm.adv_estimator=alone",
-                "replay.filter_groups.enable=true",
-            ],
-            ["zero_variance", "alone", "carries signal"],
-        ),
-        (
-            ["algorithm.adv_estimator=alone", *LOSS, ALPHA, "algorithm.gamma=0.9"],
-            ["gamma` is 0.9", "alone"],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -14,6 +14,7 @@ from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare, training_digest
 from async_grpo.config.stored import answers, read_settings, renewed
 from async_grpo.run.trainer import Trainer
+from tests.support import typed
 from tests.support.verbs import migrate
 
 RECORDED = Path(__file__).resolve().parents[1] / "data" / "recorded"
@@ -115,42 +116,44 @@ def test_settings_of_before_mean_the_same_now(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("algorithm.sapo.tau_pos=2.0", "Write `algorithm.policy_loss: {name: sapo, tau_pos: 2.0}`"),
-        ("algorithm.asymre_shift=-0.3", "`algorithm.adv_estimator: {name: asymre, shift: -0.3}`"),
-        (
-            "algorithm={policy_loss: topr, sapo: {}}",
-            "Leave it out: it belongs to sapo, and `algorithm.policy_loss` is topr",
-        ),
-        (
-            "algorithm.clip_schedule={kind: constant, rate: 1.0, floor: 0.0}",
-            "Write `algorithm.clip_schedule: constant`",
-        ),
-        ("algorithm.clip_schedule={kind: null}", "Write `algorithm.clip_schedule: null`"),
-        ("algorithm.options={}", "Leave it out"),
-        (
-            "weight_sync={backend: ipc, senders: one}",
-            "Leave it out: it belongs to nccl, and `weight_sync.backend` is ipc",
-        ),
-        ("weight_sync.senders=auto", "Leave it out"),
-        ("algorithm.clip_schedule.kind=harmonic", "`algorithm.clip_schedule: harmonic`"),
-        (
-            "algorithm.clip_schedule={kind: harmonic, rate: 0.5}",
-            "`algorithm.clip_schedule: {name: harmonic, rate: 0.5}`",
-        ),
-        ("algorithm.options={mine: {x: 1}}", "`{name: mine, x: 1}` where mine is chosen"),
-        ("weight_sync.senders=one", "`weight_sync.backend: {name: nccl, senders: one}`"),
-    ],
+    ("overrides", "told"),
+    typed.refused(
+        """\
+algorithm.sapo.tau_pos=2.0
+    Write `algorithm.policy_loss: {name: sapo, tau_pos: 2.0}`
+algorithm.asymre_shift=-0.3
+    `algorithm.adv_estimator: {name: asymre, shift: -0.3}`
+'algorithm={policy_loss: topr, sapo: {}}'
+    Leave it out: it belongs to sapo, and `algorithm.policy_loss` is topr
+'algorithm.clip_schedule={kind: constant, rate: 1.0, floor: 0.0}'
+    Write `algorithm.clip_schedule: constant`
+'algorithm.clip_schedule={kind: null}'
+    Write `algorithm.clip_schedule: null`
+algorithm.options={}
+    Leave it out
+'weight_sync={backend: ipc, senders: one}'
+    Leave it out: it belongs to nccl, and `weight_sync.backend` is ipc
+weight_sync.senders=auto
+    Leave it out
+algorithm.clip_schedule.kind=harmonic
+    `algorithm.clip_schedule: harmonic`
+'algorithm.clip_schedule={kind: harmonic, rate: 0.5}'
+    `algorithm.clip_schedule: {name: harmonic, rate: 0.5}`
+'algorithm.options={mine: {x: 1}}'
+    `{name: mine, x: 1}` where mine is chosen
+weight_sync.senders=one
+    `weight_sync.backend: {name: nccl, senders: one}`
+"""
+    ),
 )
 def test_a_key_of_before_is_answered_with_what_to_write(
-    override: str, told: str, tmp_path: Path
+    overrides: list[str], told: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "c.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "c.yaml", [*BASE, override])
+        load_config(tmp_path / "c.yaml", [*BASE, *overrides])
     message = str(caught.value)
-    assert f'override "{override}"' in message and f"{told}. (`async-grpo migrate" in message
+    assert f'override "{overrides[0]}"' in message and f"{told[0]}. (`async-grpo" in message
     assert "is not a setting any more" in message and len(message.splitlines()) == 2
 
 
