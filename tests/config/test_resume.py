@@ -35,8 +35,9 @@ environment.max_invalid environment.tools environment.tool_parser environment.re
 endpoint.sampling weight_sync.every_steps weight_sync.kv_cache cluster.device cluster.engine.vllm
 """
 FREE = """
-model.warm_start.cache_dir rollout.group_timeout_s rollout.max_open_episodes
-replay.filter_groups.max_num_gen_batches learner.gradient_checkpointing learner.activation_offload
+model.warm_start.cache_dir model.trust_remote_code rollout.group_timeout_s
+rollout.max_open_episodes replay.filter_groups.max_num_gen_batches
+learner.gradient_checkpointing learner.activation_offload
 """
 TRAINED = """
 environment.tools rollout.repetition_times rollout.repetition_length run.total_steps run.epochs

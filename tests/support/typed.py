@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,17 @@ def settings(line: str, short: Mapping[str, str]) -> list[str]:
     return [one for word in words for one in (short[word].split() if word in short else [word])]
 
 
-def admitted(table: str, **short: str) -> Iterator[object]:
+def admitted(table: str, **short: str) -> list[Any]:
     """A case per line."""
-    for line in textwrap.dedent(table).strip().splitlines():
-        yield pytest.param(settings(line, short), id=line)
+    lines = textwrap.dedent(table).strip().splitlines()
+    return [pytest.param(settings(line, short), id=line) for line in lines]
 
 
-def refused(table: str, **short: str) -> Iterator[object]:
+def refused(table: str, **short: str) -> list[Any]:
     """A case per two lines: what is typed and, indented, parts of the answer between bars."""
     lines = textwrap.dedent(table).strip().splitlines()
-    for line, answer in zip(lines[::2], lines[1::2], strict=True):
-        assert answer.startswith("    "), f"no answer to {line}"
-        yield pytest.param(settings(line, short), answer.strip().split(" | "), id=line)
+    assert all(line.startswith("    ") for line in lines[1::2]), "an answer is indented"
+    return [
+        pytest.param(settings(line, short), answer.strip().split(" | "), id=line)
+        for line, answer in zip(lines[::2], lines[1::2], strict=True)
+    ]
