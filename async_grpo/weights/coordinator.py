@@ -31,14 +31,16 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Generic, Protocol
 
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.checks import DriftProbe, Tolerance
 from async_grpo.weights.deliveries import (
     DeliveringLearner,
     PublicationTimes,
+    PullDelivery,
+    PushDelivery,
     WeightDelivery,
-    delivery_for,
 )
 from async_grpo.weights.fan_out import Engine, consume_exception
 from async_grpo.weights.pinning import EngineSet, Pin, ServingEngines, wait_unpinned
@@ -74,7 +76,8 @@ class Coordinator(Generic[Engine]):
         self._settings, self._listener = config.weight_sync, listener
         self._learner, self._engines = learner, ServingEngines(engines)
         tolerance = Tolerance(exact)
-        self._delivery: WeightDelivery[Engine] = delivery_for(backend)(
+        delivery = PushDelivery if TRANSPORTS[backend].pushes else PullDelivery
+        self._delivery: WeightDelivery[Engine] = delivery(
             config,
             learner=learner,
             engines=self._engines,

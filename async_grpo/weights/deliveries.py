@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 from async_grpo.config.schema import Config
-from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import RunError, SetupError, Stalled, TransferMismatch
 from async_grpo.runtime.listener import LATE_S, RunListener
 from async_grpo.weights.checks import CheckedLearner, LoadPathCheck, Tolerance
@@ -459,8 +458,3 @@ class PushDelivery(WeightDelivery[Engine]):
         if last and engines:
             raise Stalled(f"publication {label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
         return engines
-
-
-def delivery_for(backend: str) -> type[WeightDelivery[Any]]:
-    """Find the delivery of a transport by its name in `weight_sync.backend`."""
-    return PushDelivery if TRANSPORTS[backend].pushes else PullDelivery

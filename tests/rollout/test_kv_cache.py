@@ -89,30 +89,24 @@ def test_caches_are_computed_again_after_a_while(clock: Clock) -> None:
     assert FORGET**kept * 2 <= 1 < FORGET ** (kept - 1) * 2
 
 
-def test_a_publication_during_the_measurement_ends_it(clock: Clock) -> None:
+async def test_a_publication_during_the_measurement_ends_it(clock: Clock) -> None:
     """Computing again that takes longer than the time between publications: at least so long."""
     choice = CacheChoice("auto")
 
-    async def scenario() -> None:
-        choice.resumed(1000, lambda: {"r0": 10})
-        await asyncio.sleep(kv_cache.LOOK_S)
-        clock.now += 30.0
-        choice.paused()
-        assert not choice.clears(1000)[0], "known at once"
-
-    asyncio.run(scenario())
+    choice.resumed(1000, lambda: {"r0": 10})
+    await asyncio.sleep(kv_cache.LOOK_S)
+    clock.now += 30.0
+    choice.paused()
+    assert not choice.clears(1000)[0], "known at once"
 
 
-def test_a_response_that_ends_is_not_waited_for(clock: Clock) -> None:
+async def test_a_response_that_ends_is_not_waited_for(clock: Clock) -> None:
     choice, lengths = CacheChoice("auto"), {"r0": 10, "r1": 5}
 
-    async def scenario() -> None:
-        choice.resumed(100, lambda: dict(lengths))
-        await asyncio.sleep(kv_cache.LOOK_S)
-        del lengths["r0"], lengths["r1"]
-        await until_measured(choice)
-
-    asyncio.run(scenario())
+    choice.resumed(100, lambda: dict(lengths))
+    await asyncio.sleep(kv_cache.LOOK_S)
+    del lengths["r0"], lengths["r1"]
+    await until_measured(choice)
     assert choice.clears(100)[1] != "it was not measured yet"
 
 

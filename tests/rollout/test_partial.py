@@ -308,7 +308,9 @@ class Continuing(Parts):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, damaged: bool) -> None:
+async def test_an_actor_continues_the_group_that_its_ticket_names(
+    tmp_path: Path, damaged: bool
+) -> None:
     parts, path = Continuing(), file_of(tmp_path, KNOWN[:2])
     if damaged:
         data = bytearray(path.read_bytes())
@@ -317,11 +319,8 @@ def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, dama
     actor = actor_of(parts)
     actor._partials = PartialFile(path)
 
-    async def produce() -> dict[str, float]:
-        await asyncio.wait_for(actor.run(), 10)
-        return dict((await actor.final_report()).counters)
-
-    told = asyncio.run(produce())
+    await asyncio.wait_for(actor.run(), 10)
+    told = dict((await actor.final_report()).counters)
     first, second = sorted(map(decode_group, parts.raw), key=lambda group: group.group_id)
     assert [one.response_ids.tolist() for one in second.rows] == [[0, 1]] * 2, (
         "the other ticket begins anew"
@@ -343,7 +342,7 @@ def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, dama
     ]
 
 
-def test_an_actor_tells_of_what_it_holds_until_the_queue_has_it() -> None:
+async def test_an_actor_tells_of_what_it_holds_until_the_queue_has_it() -> None:
     parts, told = Continuing(), []
     put = parts.put
 
@@ -354,11 +353,8 @@ def test_an_actor_tells_of_what_it_holds_until_the_queue_has_it() -> None:
     parts.put = asked_while_putting
     actor = actor_of(parts)
 
-    async def produce() -> list[Any]:
-        await asyncio.wait_for(actor.run(), 10)
-        return await actor.partials()
-
-    assert asyncio.run(produce()) == []
+    await asyncio.wait_for(actor.run(), 10)
+    assert await actor.partials() == []
     assert {(one.group_id, one.responses, one.tokens) for one, _ in told} == {
         (0, 0, 4),
         (1, 0, 4),

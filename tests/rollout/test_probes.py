@@ -40,7 +40,6 @@ async def probed(lengths: list[int], *, prompt: int, response: int) -> list[Any]
     return await probe_sequences(Engine(), Problems(lengths), encode, rollout)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("response", [1, 2, 6, 500])
 async def test_an_engine_has_room_to_score_every_one(response: int) -> None:
     """It generates one more token, and has room for prompt_length + response_length."""
@@ -52,13 +51,11 @@ async def test_an_engine_has_room_to_score_every_one(response: int) -> None:
     assert max(len(prompt) for prompt, _, _ in found) == (7 if response == 1 else 8)
 
 
-@pytest.mark.asyncio
 async def test_there_are_256_tokens_where_responses_are_long() -> None:
     found = await probed([5] * 99, prompt=8, response=100)
     assert len(found) == PROMPTS and sum(len(ids) for _, ids, _ in found) >= 256
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("lengths", "response", "says"),
     [([9, 9], 4, "a prompt has 9 tokens"), ([8], 1, "no room for an answer")],

@@ -45,15 +45,12 @@ def test_every_ticket_becomes_a_frame() -> None:
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None:
+async def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None:
     parts = Parts()
     actor = actor_of(parts, adv_estimator="remax", seeded=seeded)
 
-    async def produce() -> dict[str, float]:
-        await asyncio.wait_for(actor.run(), 10)
-        return dict((await actor.final_report()).counters)
-
-    told = asyncio.run(produce())
+    await asyncio.wait_for(actor.run(), 10)
+    told = dict((await actor.final_report()).counters)
     assert {tuple((row.role, row.length) for row in meta.rows) for meta in parts.frames} == {
         (("train", 2), ("train", 2), ("baseline", 3))
     }
@@ -71,15 +68,12 @@ def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None
     )  # both groups, and in each the samples beside the greedy response
 
 
-def test_a_group_without_its_baseline_is_failed_and_its_samples_are_aborted() -> None:
+async def test_a_group_without_its_baseline_is_failed_and_its_samples_are_aborted() -> None:
     parts = Parts(engine=EngineError("aborted"))
     parts.only_greedy_fails = True
 
-    async def produce() -> int:
-        await asyncio.wait_for(actor_of(parts, adv_estimator="remax").run(), 10)
-        return parts.cancelled  # before the loop closes, which cancels what is left
-
-    assert asyncio.run(produce()) == 2
+    await asyncio.wait_for(actor_of(parts, adv_estimator="remax").run(), 10)
+    assert parts.cancelled == 2, "before the loop closes, which cancels what is left"
     assert (
         parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"} and not parts.frames
     )
@@ -181,18 +175,15 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
     assert 0 < handed_in < all_of_them == 300
 
 
-def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None:
+async def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None:
     parts, wanted = asked_for_300()
 
-    async def drained() -> None:
-        actor = actor_of(parts)
-        running = asyncio.create_task(actor.run())
-        while not wanted or not actor._groups:
-            await asyncio.sleep(0)
-        await asyncio.wait_for(actor.drain(), 10)
-        await asyncio.wait_for(running, 1)
-
-    asyncio.run(drained())
+    actor = actor_of(parts)
+    running = asyncio.create_task(actor.run())
+    while not wanted or not actor._groups:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(actor.drain(), 10)
+    await asyncio.wait_for(running, 1)
     given = 300 - len(parts.tickets)
     assert sorted(meta.group_id for meta in parts.frames) == list(range(given)), (
         "what it held is handed in"
@@ -200,7 +191,7 @@ def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None
     assert 0 < given < 300 and set(wanted[1:]) <= {0}, "and nothing was asked for any more"
 
 
-def test_long_responses_hold_their_own_places_only() -> None:
+async def test_long_responses_hold_their_own_places_only() -> None:
     """Of the engine's 8 places, groups of 2 whose short response has ended take one each; a group
     waits, so that none is ever empty.
     """
@@ -218,21 +209,18 @@ def test_long_responses_hold_their_own_places_only() -> None:
         wanted.append(want)
         return [next(tickets) for _ in range(want)]
 
-    async def scenario() -> list[tuple[int, int]]:
-        actor = actor_of(parts)
-        parts.max_num_seqs, parts.acquire, parts.per_group, told = 8, acquire, 2, []
-        running = asyncio.create_task(actor.run())
-        for parts.per_group in (2, 1, 0):
-            asked = -1
-            while asked != len(wanted):  # until it asks no more
-                asked = len(wanted)
-                await asyncio.sleep(0.3)
-            told.append((parts.running, parts.unfinished))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        return told
-
-    (groups, places), (more, ones), (most, none) = asyncio.run(scenario())
+    actor = actor_of(parts)
+    parts.max_num_seqs, parts.acquire, parts.per_group, told = 8, acquire, 2, []
+    running = asyncio.create_task(actor.run())
+    for parts.per_group in (2, 1, 0):
+        asked = -1
+        while asked != len(wanted):  # until it asks no more
+            asked = len(wanted)
+            await asyncio.sleep(0.3)
+        told.append((parts.running, parts.unfinished))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    (groups, places), (more, ones), (most, none) = told
     assert (groups, places) == (5, 10) and (more, ones) == (9, 9), "one group, of 2 or of 1, waits"
     assert none == 0 and most == 9, (
         "groups without an open response are being verified: there are no more of them than places"
@@ -264,7 +252,7 @@ def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
     assert late.wasted == {0: 4, 1: 4}, "two responses of two tokens"
 
 
-def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
+async def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
     """What vLLM's front end keeps of three responses to one prompt: one has ended, one gets another
     token while the abort is under way.
     """
@@ -285,31 +273,27 @@ def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
             processor.external_req_ids.clear()
         yield
 
-    async def scenario() -> CountedRequests:
-        requests = CountedRequests()
-        for purpose in ("rollouts", "evaluated"):
-            task = asyncio.create_task(
-                requests.final(
-                    SimpleNamespace(generate=generate, output_processor=processor),
-                    {},
-                    None,
-                    "p0",
-                    purpose,
-                )
+    requests = CountedRequests()
+    for purpose in ("rollouts", "evaluated"):
+        task = asyncio.create_task(
+            requests.final(
+                SimpleNamespace(generate=generate, output_processor=processor),
+                {},
+                None,
+                "p0",
+                purpose,
             )
-            await asyncio.sleep(0.01)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert task.cancelled()
-            processor.request_states = {}
-            states.clear()
-            processor.request_states["b"] = SimpleNamespace(
-                parent_req=None, detokenizer=SimpleNamespace(output_token_ids=[1])
-            )
-            processor.external_req_ids["p0"] = ["b"]
-        return requests
-
-    requests = asyncio.run(scenario())
+        )
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        processor.request_states = {}
+        states.clear()
+        processor.request_states["b"] = SimpleNamespace(
+            parent_req=None, detokenizer=SimpleNamespace(output_token_ids=[1])
+        )
+        processor.external_req_ids["p0"] = ["b"]
     assert requests.sampled == {"rollouts": 3 + 3 + 5, "evaluated": 2}
     assert requests.cut_off == {"p0": 11}
 

@@ -87,14 +87,12 @@ async def alarm(sides: Sides, *, exact: bool = False) -> str:
 NOISES = (0.001, 0.01, 0.03, 0.06, 0.1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("noise", NOISES)
 async def test_noise_raises_no_alarm(noise: float) -> None:
     alarms = [await alarm(Sides(noise, None, seed)) for seed in range(DRAWS)]
     assert not any(alarms), f"{sum(map(bool, alarms))} of {DRAWS} with noise {noise}"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_fault_is_found_whatever_the_noise(noise: float, fault: str) -> None:
@@ -103,7 +101,6 @@ async def test_a_fault_is_found_whatever_the_noise(noise: float, fault: str) -> 
     assert all("after a test publication of perturbed weights" in text for text in alarms)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("noise", "bias", "says"),
     [(0.01, 0.05, "all in one direction"), (0.05, -0.1, "all in one dir"), (0.3, 0, "rounding")],
@@ -133,7 +130,6 @@ class Ends(Sides):
         return [([], self._truth + moved + self._rng.normal(0, 1.25 * self._noise, 16))]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.07])
 async def test_movements_that_are_all_alike_need_not_correlate(noise: float) -> None:
     assert [text for seed in range(DRAWS) if (text := await alarm(Ends(noise, None, seed)))] == []
@@ -199,7 +195,6 @@ class Trained(Sides):
 CURVES = {"SmolLM2": (TRAINED, 0.034), "sure": (SURE, 7e-4)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", CURVES)
 async def test_a_trained_model_raises_no_alarm_and_is_not_wrecked(name: str) -> None:
     curve, noise = CURVES[name]
@@ -210,7 +205,6 @@ async def test_a_trained_model_raises_no_alarm_and_is_not_wrecked(name: str) -> 
         assert len(sides.delivered) <= 5  # where a movement shows nothing, no engine is asked
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", CURVES)
 async def test_a_layer_of_thirty_that_a_trained_model_lacks_is_found(name: str) -> None:
     """One of thirty layers makes up an eighth to a fifth of the movement."""
@@ -219,7 +213,6 @@ async def test_a_layer_of_thirty_that_a_trained_model_lacks_is_found(name: str) 
         assert await alarm(Trained(curve, noise, 0.15, seed))
 
 
-@pytest.mark.asyncio
 async def test_all_perturbations_are_named_with_what_to_do() -> None:
     text = await alarm(Trained(TRAINED, 0.034, 0.3, 0))
     for scale in (0.0125, 0.025):
@@ -230,7 +223,6 @@ async def test_all_perturbations_are_named_with_what_to_do() -> None:
     assert "model.dtype: float32" in text and "weight_sync.self_check: false" in text
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_does_not_move_is_told_what_was_tried() -> None:
     still = dict.fromkeys(SELF_CHECK_SCALES, (0.01, 1.0))
     text = await alarm(Trained(still, 0.03, 0.0, 0))

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import ast
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS, automatic
+from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.rollout.engine.vllm import worker
+from async_grpo.rollout.engine.vllm.arguments import engine_arguments, transfer_name
+from async_grpo.weights.transport import WeightSender
 from tests.support.models import ModuleOwner
 
 PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
@@ -53,17 +61,22 @@ def test_nobody_compares_a_transports_name() -> None:
     assert found == {}, "ask a trait of config.transports instead"
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_the_halves_of_a_transport_exist(name: str) -> None:
-    """Read, not imported: the modules of some transports need vLLM or a GPU."""
-    for path, methods in (
-        (TRANSPORTS[name].sender, {"of", "connect", "stage"}),
-        (TRANSPORTS[name].engine, {"init_transfer_engine", "receive_weights"}),
-    ):
-        module, _, half = path.partition(":")
-        tree = ast.parse((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text("utf-8"))
-        [found] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == half]
-        assert methods <= {n.name for n in found.body if isinstance(n, ast.FunctionDef)}
+def test_every_transport_has_its_two_halves() -> None:
+    for name, transport in TRANSPORTS.items():
+        module, _, half = transport.sender.partition(":")
+        sender = getattr(import_module(module), half) if module else ENGINE.pushing_sender()
+        assert WeightSender in sender.__mro__ and bool(module) != transport.pushes
+        registered = WeightTransferEngineFactory._registry[transfer_name(name)]
+        assert registered().__module__ == worker.__name__
+
+
+def test_vllm_finds_the_extension_of_its_workers() -> None:
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
+    arguments = engine_arguments(
+        config, model_dir="m", device="cpu", backend="shared_memory", seed=1
+    )
+    found = resolve_obj_by_qualname(arguments["worker_extension_cls"])
+    assert found is worker.WorkerExtension
 
 
 @pytest.mark.parametrize(

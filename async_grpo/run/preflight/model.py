@@ -159,8 +159,7 @@ def check_fit(
             "plain texts, which go to it as they are: lists of messages are rendered by it"
         )
     yield from _check_answers(config, list(sample.values()), tokenizer)
-    if _restricts(config):
-        _check_trained(config, model)
+    _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
@@ -223,8 +222,7 @@ def _check_warm_start(config: Config, task: Task) -> None:
     # their notes come again when the model is there
     list(_check_prompts(config, model, sample, letters, None, None))
     list(_check_answers(config, list(sample.values()), letters))
-    if _restricts(config):
-        _check_trained(config, None)
+    _check_trained(config, None)
     existing = next(path for path in warm_start.cache_path(config, task).parents if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -470,13 +468,13 @@ def _check_answers(config: Config, sample: list[Problem], tokenizer: Any) -> Ite
         )
 
 
-def _restricts(config: Config) -> bool:
-    model = config.model
-    return bool(model.freeze) or model.lora is not None or model.router == "frozen"
-
-
 def _check_trained(config: Config, model: str | None) -> None:
-    """Build the model without its weights, and look for the layers that settings name."""
+    """Where only a part is trained, build the model without its weights, and look for the layers
+    that settings name.
+    """
+    chosen = config.model
+    if not chosen.freeze and chosen.lora is None and chosen.router != "frozen":
+        return
     from async_grpo.run.preflight.memory import shape_of
 
     try:

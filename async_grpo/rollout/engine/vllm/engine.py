@@ -254,10 +254,7 @@ class VllmEngine:
         name: str = "",
         purpose: Purpose = "rollouts",
     ) -> list[Completion]:
-        """Generate `sampling.n` responses to one prompt; cancelling aborts the request.
-
-        name: for `so_far`, `unfinished` and `cut_off`; no two requests have the same.
-        """
+        """See `Engine.generate`."""
         if name:
             self._running[name] = sampling.n
         self._requests += 1
@@ -382,13 +379,7 @@ class VllmEngine:
         return self._receipt(await self._workers("connect_weights", payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
-        """Serve the announced weights: pause with requests kept, load, label, resume. With a
-        failure in the receipt, weights may be mixed and the engine stays paused until a publication
-        succeeds.
-
-        Raises TimeoutError for a phase beyond its deadline, ValueError for a version older than the
-        served one; then the engine must be replaced.
-        """
+        """See `Engine.receive`."""
         self._refuse_older(announcement.label)
         self._steady.clear()
         started, limits = time.perf_counter(), self._deadlines
@@ -436,9 +427,7 @@ class VllmEngine:
         return sum(states[name].prompt_len + length for name, length in lengths.items() if length)
 
     async def attend(self, announcement: Announcement) -> Receipt:
-        """Take part in a publication that is pushed, so that the other engines get it, and go on
-        with the served weights.
-        """
+        """See `Engine.attend`."""
         return self._receipt(await self._workers("attend_publication", announcement.payload))
 
     async def _workers(self, method: str, *args: object) -> list[Any]:
