@@ -506,6 +506,13 @@ algorithm.clip_ratio_low=1.5
     ),
     ([f"seed={2**32}"], ["`seed` is 4294967296", "< 4294967296"]),
     (["learner.tokens_per_micro_batch=1023"], ["is 1023", "512 + ", "= 1024"]),
+    (
+        [
+            "learner.zero_stage=0",
+            "learner.deepspeed.zero_optimization={offload_optimizer: {device: cpu}}",
+        ],
+        ["zero_optimization.offload_optimizer` is given", "set the stage to 1 or more"],
+    ),
     *(
         ([f"learner.deepspeed.{key}=1"], [f"`learner.deepspeed.{key}`", "must not be given"])
         for key in sorted(REFUSED_DEEPSPEED_KEYS)

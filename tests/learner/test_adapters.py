@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Model
-from async_grpo.learner import adapters, division
-from async_grpo.learner.backend.deepspeed.division import ZeroDivision
+from async_grpo.learner import adapters
+from async_grpo.learner.backend.deepspeed.backend import ZeroDivision
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import response_row
 from tests.support.learners import (
     SHARD_ALL,
@@ -29,6 +27,7 @@ from tests.support.learners import (
     assert_history,
     bitwise,
     copy_weights,
+    loaded,
     make_case,
     make_config,
     open_learner,
@@ -389,26 +388,6 @@ def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(
         assert_close(copy_weights(learner), weights)
 
 
-def test_only_a_bucket_of_the_model_is_whole(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_learner(
-        config_of("lora", 3), models, case_of(models, "lora"), name="lora"
-    ) as learner:
-        parameters = list(learner.policy.module.parameters())
-        total = sum(ZeroDivision().size(parameter) for parameter in parameters)
-        expected, most = copy_weights(learner), []
-        for limit in (2**28, 2**14):
-            monkeypatch.setattr(division, "GATHER_BYTES", limit)
-            at_once = []
-            for name, weight in learner.named_weights():
-                assert torch.equal(weight, expected[name])
-                at_once.append(sum(parameter.numel() for parameter in parameters))
-            most.append(max(at_once))
-        assert most[0] == total
-        assert most[1] < total / 4
-
-
 def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
     for variant, wanted in (("lora", ".lora_"), ("frozen", "layers.1")):
         with open_learner(
@@ -450,13 +429,7 @@ def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
 def test_names_that_fit_nothing_are_refused(
     settings: dict[str, Any], message: str, models: dict[str, str]
 ) -> None:
-    policy = load_model(
-        models["frozen"],
-        dtype=torch.float32,
-        gradient_checkpointing=False,
-        trust_remote_code=False,
-        float32_head=False,
-    )
+    policy = loaded(models["frozen"])
     with pytest.raises(adapters.UntrainableError, match=message):
         adapters.restrict(
             policy.hf, Model.model_validate({"path": "unused", **settings}), seed=0, base="base"
@@ -474,42 +447,6 @@ def test_a_checkpoint_continues_only_with_its_adapters(
         pytest.raises(ValueError, match=r"model\.lora"),
     ):
         learner.load(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"path": "x", "freeze": ["("]}}, "no regular expression"),
-        ({"model": {"path": "x", "freeze": ["a"], "lora": {}}}, "both set"),
-        (
-            {"model": {"path": "x", "lora": {}, "reference_refresh_steps": 2}},
-            "reference_refresh_steps",
-        ),
-        (
-            {
-                "learner": {
-                    "zero_stage": 0,
-                    "deepspeed": {"zero_optimization": {"offload_optimizer": CPU}},
-                }
-            },
-            "set the stage to 1 or more",
-        ),
-        (
-            {
-                "learner": {
-                    "zero_stage": 2,
-                    "deepspeed": {"zero_optimization": {"offload_param": CPU}},
-                }
-            },
-            "set the stage to 3,",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        make_config(**changes)
 
 
 # -- two ranks
@@ -556,21 +493,6 @@ def run_jobs(jobs: list[Job], models: dict[str, str], path: Path) -> None:
         jobs,
         wanted,
         seconds=DEADLINE_S,
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_equal_the_slow_loop(models: dict[str, str], tmp_path: Path) -> None:
-    run_jobs(
-        [
-            ("lora", 2, "float32"),
-            ("lora", 3, "bfloat16"),
-            ("frozen", 3, "float32"),
-            ("offload", 1, "bfloat16"),
-            ("lora-offload", 3, "float32"),
-        ],
-        models,
-        tmp_path,
     )
 
 

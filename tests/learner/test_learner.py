@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.cluster.learner_group import LearnerProcess
@@ -29,7 +29,6 @@ from async_grpo.learner.backend.deepspeed.settings import deepspeed_config
 from async_grpo.learner.backend.process_group import rendezvous
 from async_grpo.learner.batching import RowValue
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.rows import learning_rate
 from async_grpo.learner.weights import ZERO_RMS
@@ -41,6 +40,7 @@ from tests.support.learners import (
     assert_history,
     bitwise,
     copy_weights,
+    loaded,
     make_case,
     make_config,
     open_learner,
@@ -96,27 +96,8 @@ def expected(
 # --------------------------------------------------------------------------------------------------
 
 
-def write_llama(path: Path) -> str:
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=100,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            initializer_range=0.15,
-        )
-    ).save_pretrained(path)
-    return str(path)
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
-def test_a_packed_row_equals_the_row_alone(
-    architecture: str, models: dict[str, str], tmp_path: Path
-) -> None:
-    directory = models["plain"] if architecture == "qwen2" else write_llama(tmp_path)
+def test_a_packed_row_equals_the_row_alone(models: dict[str, str]) -> None:
+    """Of another architecture: tests/models."""
     rng = np.random.default_rng(3)
     lengths = [
         (1, [1]),
@@ -134,14 +115,7 @@ def test_a_packed_row_equals_the_row_alone(
         for r in each
     ]
     rng.shuffle(rows)
-    policy = load_model(
-        directory,
-        dtype=torch.float32,
-        gradient_checkpointing=False,
-        trust_remote_code=False,
-        float32_head=False,
-    )
-    alone = plain_model(directory)
+    policy, alone = loaded(models["plain"]), plain_model(models["plain"])
     packed = pack([response_row(*row) for row in rows], torch.device("cpu"))
     assert packed.input_ids.shape == (1, sum(p + sum(each) - len(each) for p, each in lengths)), (
         "a prompt is there once, a last token never"
@@ -319,17 +293,7 @@ def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str
                 learner.prepare(case.plan([split(range(12), 1)]))
 
 
-def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> None:
-    for keys, name in (
-        ({"gradient_clipping": 1.0}, "gradient_clipping"),
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
-    ):
-        config = config_of(models, 1)
-        config = config.unchecked_copy(
-            update={"learner": config.learner.unchecked_copy(update={"deepspeed": keys})}
-        )
-        with pytest.raises(ValueError, match=name):
-            deepspeed_config(config, dtype=torch.float32, world_size=1, device="cpu")
+def test_deepspeed_keys_are_merged_with_those_of_the_learner(models: dict[str, str]) -> None:
     merged = deepspeed_config(config_of(models, 2), dtype=torch.float32, world_size=2, device="cpu")
     assert merged["zero_optimization"] == {
         "stage": 2,

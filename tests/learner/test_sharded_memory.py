@@ -17,15 +17,14 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.learner import division, drafts, weight_files
-from async_grpo.learner.backend.deepspeed import process
-from async_grpo.learner.backend.deepspeed.division import ZeroDivision, divided
+from async_grpo.learner.backend.deepspeed.backend import ZeroDivision, divided, start
 from async_grpo.learner.checkpoint import Saving
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
-from tests.support.learners import SHARD_ALL, make_config, run_ranks, set_rank
+from tests.support.learners import SHARD_ALL, loaded, make_config, run_ranks, set_rank
 from tests.support.processes import free_port
 
 M_MMAP_THRESHOLD = -3
@@ -66,13 +65,7 @@ def _loaded(directory: str, world: int) -> PolicyModel:
         "zero_optimization": {"stage": 3, "overlap_comm": False},
     }
     with divided(settings):
-        return load_model(
-            directory,
-            dtype=torch.float32,
-            gradient_checkpointing=False,
-            trust_remote_code=False,
-            float32_head=False,
-        )
+        return loaded(directory)
 
 
 def rank_main(rank: int, world: int, port: int, small: str, large: str, target: str) -> None:
@@ -81,7 +74,7 @@ def rank_main(rank: int, world: int, port: int, small: str, large: str, target: 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
     torch.set_num_threads(1)
     set_rank(rank, world, port)
-    process.start("cpu", timeout_s=120)
+    start("cpu", timeout_s=120)
     _loaded(small, world)  # imports
     division.GATHER_BYTES, zero = BUCKET, ZeroDivision()
     with Peak() as loading:

@@ -23,7 +23,7 @@ from async_grpo.learner.backend.base import Backend
 from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import model_class
+from async_grpo.learner.model import PolicyModel, load_model, model_class
 from async_grpo.wire import codec
 from tests.support import forkserver
 from tests.support.processes import free_port
@@ -173,6 +173,23 @@ def plain_model(directory: str, *, attention: str = "sdpa") -> torch.nn.Module:
         model_class(AutoConfig.from_pretrained(directory))
         .from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
         .train()
+    )
+
+
+def loaded(
+    directory: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    float32_head: bool = False,
+) -> PolicyModel:
+    """The product's model, as the learner loads it."""
+    return load_model(
+        directory,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        trust_remote_code=False,
+        float32_head=float32_head,
     )
 
 

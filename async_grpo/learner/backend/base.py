@@ -8,7 +8,6 @@ method is called on all ranks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from async_grpo.learner.packing import Packed
 
 
 class RunnableModel(Protocol):
-    """A model that computes on the ranks' devices."""
+    """A model that computes on the ranks' devices; a `PolicyModel` is one by itself."""
 
     @property
     def module(self) -> PolicyModel:
@@ -29,20 +28,6 @@ class RunnableModel(Protocol):
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] of the response tokens, and entropies [M]: the forward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeModel:
-    """A model that a rank runs by itself."""
-
-    module: PolicyModel
-
-    def __call__(
-        self, packed: Packed, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `RunnableModel`."""
-        logprobs, entropy = self.module(packed, temperature, with_entropy)
-        return logprobs, entropy
 
 
 class TrainedModel(RunnableModel, Protocol):

@@ -1,32 +1,108 @@
 """DeepSpeed as the learner's backend.
 
-Runs in: learner ranks. Hides DeepSpeed: its engine, its ZeRO stages, its mean over ranks, which the
-factor `world_size` undoes.
+Runs in: learner ranks. Hides DeepSpeed: its engine, its ZeRO stages, what ZeRO-3 makes of the
+parameters that it divides, its mean over ranks, which the factor `world_size` undoes. DeepSpeed is
+imported inside functions, because it chooses its accelerator when imported.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_grpo.config.schema import Config
-from async_grpo.learner.backend.base import RunnableModel, WholeModel
+from async_grpo.learner.backend.base import RunnableModel
 from async_grpo.learner.backend.deepspeed import files
-from async_grpo.learner.backend.deepspeed.division import (
-    ZeroDivision,
-    divided,
-    gather_experts_together,
-)
-from async_grpo.learner.backend.deepspeed.process import start
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config, reference_config
+from async_grpo.learner.backend.process_group import join, prepare_gpu
 from async_grpo.learner.division import WHOLE, Division
+from async_grpo.learner.experts import blocks
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.packing import Packed
+
+
+class ZeroDivision(Division):
+    """The division of ZeRO-3. What it has not divided counts as whole."""
+
+    sharded = True
+
+    def full_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """See `Division`."""
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def gathered(
+        self, parameters: Sequence[nn.Parameter], *, modify: bool = False
+    ) -> AbstractContextManager[None]:
+        """See `Division`."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=0 if modify else None
+        )
+
+
+@contextmanager
+def divided(settings: dict[str, Any]) -> Iterator[None]:
+    """Inside, a model that transformers loads is divided over the ranks layer by layer: no rank
+    ever holds all of it. Collective. settings: DeepSpeed's, of stage 3.
+    """
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    kept = HfDeepSpeedConfig(settings)  # transformers looks at it as long as it lives, anywhere
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del kept
+
+
+def gather_experts_together(hf: nn.Module, division: Division) -> None:
+    """Let a block's weights be gathered together: ranks route tokens to different experts, and
+    would wait for each other where one needs an expert that another does not.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in blocks(hf, division):
+        if isinstance(block.held, nn.ModuleList):
+            set_z3_leaf_module(block.module, True)
+
+
+def start(device: str, *, timeout_s: float) -> None:
+    """Join the process group, for DeepSpeed too. timeout_s: of collectives."""
+    cpu = device == "cpu"
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        prepare_gpu(device)
+    import deepspeed
+
+    if cpu:  # on a GPU the list of its operations would probe compilers for seconds
+        from deepspeed.ops import __compatible_ops__
+
+        # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a
+        # compiler and ninja; gloo does the same work.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed calls collectives by names that torch has deprecated; every call would print a
+    # warning.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    join(device, timeout_s=timeout_s)
+    deepspeed.init_distributed(
+        dist_backend=dist.get_backend(),
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 class DeepspeedModel:
@@ -135,7 +211,7 @@ class DeepspeedBackend:
         import deepspeed
 
         if not self.division.sharded:
-            return WholeModel(model.to(torch.device(self._device)))
+            return model.to(torch.device(self._device))
         engine = deepspeed.initialize(model=model, config=self._frozen)[0]
         engine.eval()
         self._engines.append(engine)

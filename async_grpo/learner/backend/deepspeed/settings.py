@@ -5,35 +5,26 @@ Runs in: learner ranks. Hides DeepSpeed's names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+from async_grpo.config.schema import Config
 
 
 def deepspeed_config(
     config: Config, *, dtype: torch.dtype, world_size: int, device: str
 ) -> dict[str, Any]:
-    """Build the policy's DeepSpeed configuration. Raises ValueError for keys the learner sets."""
+    """Build the policy's DeepSpeed configuration; keys that are set here are refused by the checks
+    of the configuration. Raises ValueError for bfloat16 without ZeRO.
+    """
     learner = config.learner
-    refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
-    if refused:
-        raise ValueError(
-            f"learner.deepspeed may not set {', '.join(refused)}: the learner sets it from "
-            "the other settings; remove it"
-        )
-    bf16 = dtype == torch.bfloat16
-    if bf16 and learner.zero_stage == 0:
+    if dtype == torch.bfloat16 and learner.zero_stage == 0:
         raise ValueError(
             "learner.zero_stage 0 would add up gradients in bfloat16; set "
             "learner.zero_stage to 1, or model.dtype to float32"
         )
-    ours: dict[str, Any] = {
-        "train_batch_size": world_size,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+    ours = _common(learner.zero_stage, dtype=dtype, world_size=world_size, device=device) | {
         # backward() only accumulates and step() is the boundary, so every update may have another
         # number of micro-batches.
         "managed_gradient_accumulation": False,
@@ -42,37 +33,28 @@ def deepspeed_config(
         # Plain float32 without ZeRO reports no gradient norm: there the learner clips, in a hook of
         # the optimizer.
         "gradient_clipping": learner.grad_clip if learner.zero_stage > 0 else 0.0,
-        "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": learner.zero_stage, **_overlap(device)},
-        "steps_per_print": 10**9,
     }
-    if bf16:
+    if dtype == torch.bfloat16:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(ours, learner.deepspeed)
 
 
 def reference_config(*, dtype: torch.dtype, world_size: int, device: str) -> dict[str, Any]:
     """Build the DeepSpeed configuration of a frozen model, sharded by stage 3."""
+    return _common(3, dtype=dtype, world_size=world_size, device=device)
+
+
+def _common(stage: int, *, dtype: torch.dtype, world_size: int, device: str) -> dict[str, Any]:
+    # whether a GPU communicates beside computing is left to DeepSpeed; gloo cannot
+    overlap = {"overlap_comm": False} if device == "cpu" else {}
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": {"stage": 3, **_overlap(device)},
+        "zero_optimization": {"stage": stage, **overlap},
         "steps_per_print": 10**9,
     }
-
-
-def _overlap(device: str) -> dict[str, bool]:
-    """Leave it to DeepSpeed whether a GPU communicates beside computing; gloo cannot."""
-    return {"overlap_comm": False} if device == "cpu" else {}
-
-
-def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        yield prefix + key
-        if isinstance(value, dict):
-            yield from _paths(value, f"{prefix}{key}.")
 
 
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
