@@ -29,8 +29,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_grpo.learner import drafts, weight_files
+from async_grpo.learner.collectives import gather
 from async_grpo.learner.division import Division
-from async_grpo.learner.storage_writes import Writes, gather
+from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weight_files import Metadata
 from async_grpo.runtime import storage
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written

@@ -56,6 +56,11 @@ class Collectives:
 
     def union(self, values: Sequence[int]) -> list[int]:
         """Merge the values of all ranks, sorted, each once."""
-        gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, list(values))
-        return sorted({value for part in gathered for value in part})
+        return sorted(set().union(*gather(list(values))))
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

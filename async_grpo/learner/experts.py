@@ -53,11 +53,10 @@ class Block:
         for child, module in self.module.named_children():
             own = dict(module.named_parameters(recurse=False))
             weight = own.get("weight")
-            if child != "experts" and weight is not None and self._has_rows(weight):
+            if child == "experts" or weight is None:
+                continue
+            if self.division.full_shape(weight)[0] == self.experts:
                 yield from ((f"{self.name}.{child}.{key}", one) for key, one in own.items())
-
-    def _has_rows(self, weight: nn.Parameter) -> bool:
-        return self.division.full_shape(weight)[0] == self.experts > 1
 
 
 def blocks(hf: nn.Module, division: Division = WHOLE) -> Iterator[Block]:

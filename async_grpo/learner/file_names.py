@@ -62,18 +62,13 @@ class FileNames:
         self._empty = {
             name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in weights
         }
-        found: dict[str, dict[str, Shape]] = {}
-        ways = [(None, "")] if files is None else list(_ways(hf, files))
-        best: tuple[int, int] | None = None
-        for number, (conversions, cut) in enumerate(ways):
-            self._conversions, self._cut = conversions, cut
+        tried = []
+        for self._conversions, self._cut in [(None, "")] if files is None else _ways(hf, files):
             alone = {name: self._shapes([name]) for name in self._empty}
-            named = {item for parts in alone.values() for item in parts.items()}
-            apart = 0 if files is None else len(named ^ set(files.items()))
-            if best is None or apart < best[0]:
-                best, found = (apart, number), alone
-        assert best is not None
-        self._conversions, self._cut = ways[best[1]]
+            named = {item for shapes in alone.values() for item in shapes.items()}
+            apart = len(named.symmetric_difference((files or {}).items()))
+            tried.append((apart, self._conversions, self._cut, alone))
+        _, self._conversions, self._cut, found = min(tried, key=lambda way: way[0])
         self.parts = self._divide(found)
 
     def split(self, part: Part, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -100,16 +95,13 @@ class FileNames:
             while module:
                 inside = [other for other in alone if other.startswith(f"{module}.")]
                 together = self._shapes(inside)
-                if together.items() <= whole and self._as_many(inside, together):
+                numbers = sum(self._empty[other].numel() for other in inside)
+                as_many = numbers == sum(map(math.prod, together.values()))
+                if as_many and together.items() <= whole:
                     parts |= dict.fromkeys(inside, Part(tuple(inside), together))
                     break
                 module = module.rpartition(".")[0]
         return list({part.weights: part for part in parts.values()}.values())
-
-    def _as_many(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> bool:
-        """Tell whether the tensors of the files have as many numbers as these weights."""
-        numbers = sum(self._empty[name].numel() for name in names)
-        return numbers == sum(math.prod(shape) for shape in shapes.values())
 
     def _shapes(self, names: Sequence[str]) -> dict[str, Shape]:
         found = self._reversed({name: self._empty[name] for name in names})

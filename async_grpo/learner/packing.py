@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -280,12 +281,12 @@ def _layout(
     foreign[own] = False
     copies: list[Copies] = []
     at = 0
-    for times, group in _runs(prompts):
+    for times, neighbours in groupby(prompts, lambda prompt: len(prompt[0]) - 1):
         others = [
             np.arange(length)[:, None] + [[starts[place] for place in places[1:]]]
-            for places, length in group
+            for places, length in neighbours
         ]
-        stop = at + sum(length for _, length in group)
+        stop = at + sum(map(len, others))
         if times:
             copies.append(
                 Copies(at, stop, times, _tensor([part.ravel() for part in others], device))
@@ -336,18 +337,6 @@ def _segments(
         token=on_device(token, device),
         query=on_device(query, device),
     )
-
-
-def _runs(
-    prompts: Sequence[tuple[list[int], int]],
-) -> list[tuple[int, list[tuple[list[int], int]]]]:
-    """Group neighbouring prompts with equally many rows: rows beside the first, and the prompts."""
-    runs: list[tuple[int, list[tuple[list[int], int]]]] = []
-    for places, length in prompts:
-        if not runs or runs[-1][0] != len(places) - 1:
-            runs.append((len(places) - 1, []))
-        runs[-1][1].append((places, length))
-    return runs
 
 
 def _buckets(lengths: list[int]) -> list[LengthBucket]:

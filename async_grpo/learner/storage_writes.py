@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from async_grpo.learner.collectives import gather
 from async_grpo.runtime.storage import StorageFailure, reason, storage_error
 
 
@@ -47,10 +47,3 @@ class Writes:
         errors = enumerate(gather(self._error))
         if failed := [f"learner rank {rank}: {error}" for rank, error in errors if error]:
             raise StorageFailure("; ".join(failed))
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks. Collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

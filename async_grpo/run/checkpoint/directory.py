@@ -73,14 +73,9 @@ def path_for(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def draft_for(run_dir: Path, step: int) -> Path:
-    """Temporary directory of the checkpoint after `step` learner steps; nothing is created."""
-    return path_for(run_dir, step).with_suffix(_TEMPORARY)
-
-
 def begin(run_dir: Path, step: int) -> Path:
     """Create the empty draft of the checkpoint of `step`, in place of an earlier attempt."""
-    directory = draft_for(run_dir, step)
+    directory = path_for(run_dir, step).with_suffix(_TEMPORARY)
     if directory.exists():
         shutil.rmtree(directory)
     for part in ("learner", MODEL):
@@ -90,7 +85,7 @@ def begin(run_dir: Path, step: int) -> Path:
 
 def discard(run_dir: Path, step: int) -> None:
     """Remove what was begun for this step and will not be finished, as far as the disk allows."""
-    shutil.rmtree(draft_for(run_dir, step), ignore_errors=True)
+    shutil.rmtree(path_for(run_dir, step).with_suffix(_TEMPORARY), ignore_errors=True)
 
 
 def commit(
@@ -257,14 +252,12 @@ def steps(run_dir: Path) -> list[int]:
 def prune(run_dir: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and what is older; what was removed.
 
-    Newer unfinished directories stay: one may be being written. Raises ValueError for keep < 1.
+    Newer unfinished directories stay: one may be being written. keep: at least 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
-    complete = [path for path in _finished(run_dir) if _is_complete(path)]
+    complete = steps(run_dir)
     if not complete:
         return []
-    oldest = step_of(complete[-keep:][0])
+    oldest = complete[-keep:][0]
     removed = []
     for path in sorted((run_dir / "checkpoints").iterdir()):
         match = _NAME.match(path.name)
