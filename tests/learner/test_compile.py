@@ -13,13 +13,13 @@ from torch import Tensor
 
 from async_grpo.config.schema import Config
 from async_grpo.learner import model as model_module
-from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack, response_row
 from tests.support.learners import (
     Case,
     assert_close,
     assert_history,
     copy_weights,
+    loaded,
     make_case,
     make_config,
     open_learner,
@@ -103,26 +103,14 @@ def test_without_a_compiler_the_start_is_refused(
 ) -> None:
     monkeypatch.setattr(model_module.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler.* set learner.compile: false"):
-        loaded(directory).compile_layers()
+        loaded(directory, gradient_checkpointing=True).compile_layers()
 
 
 def test_a_model_without_known_layers_is_refused(directory: str) -> None:
-    model = loaded(directory)
+    model = loaded(directory, gradient_checkpointing=True)
     model.hf.model.layers = torch.nn.ModuleList()
     with pytest.raises(ValueError, match="qwen2 has no decoder layers that transformers knows"):
         model.compile_layers()
-
-
-def loaded(directory: str, *, gradient_checkpointing: bool = True) -> PolicyModel:
-    model = load_model(
-        directory,
-        dtype=torch.float32,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=False,
-        float32_head=False,
-    )
-    model.train()
-    return model
 
 
 def test_inputs_of_layers_are_kept_in_host_memory_and_nothing_changes(
@@ -146,7 +134,7 @@ def test_inputs_of_layers_are_kept_in_host_memory_and_nothing_changes(
     packed = packs(1)[5]
     results = []
     for offloads in (False, True):
-        model = loaded(directory)
+        model = loaded(directory, gradient_checkpointing=True).train()
         model.offloads = offloads
         logprobs, _ = model(packed, 1.0, False)
         logprobs.sum().backward()

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.learner.learner import Learner
 from tests.support.learners import (
+    SHARD_ALL,
     Case,
+    copy_weights,
     make_case,
     make_config,
+    open_learner,
     run_ranks,
-    set_rank,
     split,
     write_neighbour,
 )
@@ -27,7 +28,6 @@ from tests.support.processes import free_port
 DEADLINE_S = 120.0
 # Rank 0 has eight rows in three micro-batches, rank 1 four in two; the third is empty.
 RANK_SPLITS = {0: [[0, 3, 7], [1, 2, 8, 11], [4]], 1: [[5, 9], [6, 10], []]}
-SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 FAMILY: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss": {"name": "clip_cov", "ratio": 0.1, "lower": -9.0, "upper": 9.0}},
@@ -87,19 +87,14 @@ def trained(
     splits: list[list[int]],
     *,
     rank: int = 0,
-    port: int,
+    port: int = 0,
 ) -> tuple[dict, dict]:
     """Weights after one update, and the token KL of the rows that this rank owns."""
-    set_rank(rank, config.learner.ranks, port)
-    learner = Learner(
-        config, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10
-    )
-    try:
+    place = {"rank": rank, "world": config.learner.ranks, "port": port}
+    with open_learner(config, models, case, name="policy", **place) as learner:
         kl_sums = learner.prepare(case.plan([splits]))
         learner.train(case.values, 0.05)
-        return {key: tensor.clone() for key, tensor in learner.named_weights()}, kl_sums
-    finally:
-        learner.close()
+        return copy_weights(learner), kl_sums
 
 
 def rank_main(rank: int, ports: dict[str, int], models: dict[str, str], path: str) -> None:
@@ -134,7 +129,7 @@ def test_two_ranks_equal_one(models: dict[str, str], tmp_path: Path) -> None:
     case = make_case(models["policy"])
     for name in FAMILY:
         config = config_of(name, models, ranks=1, stage=1)
-        wanted, kl_sums = trained(config, models, case, split(range(12), 2), port=free_port())
+        wanted, kl_sums = trained(config, models, case, split(range(12), 2))
         (weights, first), (_, second) = (
             torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1)
         )

@@ -5,6 +5,7 @@ mathematics keeps over a checkpoint.
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,21 @@ from safetensors.torch import load_file
 
 from async_grpo.learner.attention import of_rows
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX
 from async_grpo.run.planning import RowMath
-from tests.support.learners import STEP, make_case, make_config, set_rank, split, write_neighbour
+from tests.support.learners import (
+    SHARD_ALL,
+    STEP,
+    loaded,
+    make_case,
+    make_config,
+    open_learner,
+    split,
+    write_neighbour,
+)
 from tests.support.loops import WEIGHTS, batch_of, config
 from tests.support.models import write_model
-from tests.support.processes import free_port
-
-SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +44,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def open_learner(
+def opened(
     models: dict[str, str], case, *, stage: int, refresh: int, reference: str = "reference"
-) -> Learner:
-    set_rank(0, 1, free_port())
+) -> AbstractContextManager[Learner]:
     settings = make_config(
         model={"reference": models[reference], "reference_refresh_steps": refresh},
-        learner={"zero_stage": stage, "deepspeed": SHARD_ALL, "tokens_per_micro_batch": 48},
+        learner={"zero_stage": stage, "deepspeed": SHARD_ALL},
     )
-    return Learner(
-        settings, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10
-    )
+    return open_learner(settings, models, case, name="policy")
 
 
 def step(learner: Learner, case) -> float:
@@ -63,8 +66,7 @@ def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(
     stage: int, models: dict[str, str], tmp_path: Path
 ) -> None:
     case = make_case(models["policy"])
-    learner = open_learner(models, case, stage=stage, refresh=STEP)
-    try:
+    with opened(models, case, stage=stage, refresh=STEP) as learner:
         assert step(learner, case) > 1e-4, (
             "the first step is measured against the reference that was given"
         )
@@ -73,37 +75,23 @@ def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(
         )
         learner.save(str(tmp_path), {})
         after = step(learner, case)
-    finally:
-        learner.close()
-    learner = open_learner(models, case, stage=stage, refresh=STEP)
-    try:
+    with opened(models, case, stage=stage, refresh=STEP) as learner:
         learner.load(str(tmp_path))
         assert step(learner, case) == after
-    finally:
-        learner.close()
 
 
 def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     case = make_case(models["policy"])
-    learner = open_learner(models, case, stage=1, refresh=STEP + 1)
-    try:
+    with opened(models, case, stage=1, refresh=STEP + 1) as learner:
         assert min(step(learner, case), step(learner, case)) > 1e-4, "no refresh is due at step 3"
         learner.save(str(tmp_path / "unmoved"), {})
-        learner.config = learner.config.unchecked_copy(
-            update={
-                "model": learner.config.model.unchecked_copy(
-                    update={"reference_refresh_steps": STEP}
-                )
-            }
-        )
+    with opened(models, case, stage=1, refresh=STEP) as learner:
+        learner.load(str(tmp_path / "unmoved"))
         step(learner, case)
         learner.save(str(tmp_path / "moved"), {})
-    finally:
-        learner.close()
-    learner = open_learner(models, case, stage=1, refresh=0)
-    try:
+    with opened(models, case, stage=1, refresh=0) as learner:
         learner.load(str(tmp_path / "moved"))
         assert step(learner, case) < 1e-12
         learner.save(str(tmp_path / "again"), {})
@@ -117,13 +105,14 @@ def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
         torch.save(kept, tmp_path / "moved" / "reference.pt")
         learner.load(str(tmp_path / "moved"))
         assert step(learner, case) < 1e-12
-    finally:
-        learner.close()
 
 
 def test_a_reference_of_another_shape_cannot_be_refreshed(models: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"reference_refresh_steps.*another architecture"):
-        open_learner(models, make_case(models["policy"]), stage=1, refresh=2, reference="other")
+    with (
+        pytest.raises(ValueError, match=r"reference_refresh_steps.*another architecture"),
+        opened(models, make_case(models["policy"]), stage=1, refresh=2, reference="other"),
+    ):
+        pass
     import deepspeed
 
     deepspeed.comm.destroy_process_group()  # the failed learner has no `close`
@@ -134,13 +123,7 @@ def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> 
     rows = [(rng.integers(3, 100, 4), rng.integers(3, 100, 20)) for _ in range(3)]
     packed, got = pack([response_row(*row) for row in rows], torch.device("cpu")), {}
     for float32 in (False, True):
-        model = load_model(
-            models["policy"],
-            dtype=torch.bfloat16,
-            gradient_checkpointing=False,
-            trust_remote_code=False,
-            float32_head=float32,
-        )
+        model = loaded(models["policy"], dtype=torch.bfloat16, float32_head=float32)
         got[float32] = model(packed, 1.0, False)[0]
     with of_rows(packed.layout):
         states = model.hf.base_model(

@@ -29,16 +29,7 @@ from async_grpo.run.planning import RowMath
 from async_grpo.run.summary import summarise
 from async_grpo.wire.codec import Batch
 from tests.support.listener import RecordingListener
-from tests.support.loops import (
-    GROUPS,
-    LIMIT,
-    ROWS,
-    WEIGHTS,
-    batch_of,
-    config,
-    finished_trainer,
-    row,
-)
+from tests.support.loops import GROUPS, ROWS, WEIGHTS, batch_of, config, finished_trainer, row
 from tests.support.verbs import train
 
 
@@ -91,26 +82,6 @@ def test_plans_cover_every_row_once_per_epoch(
             for entry in micro_batch
         }
         assert plan.group_ids == tuple(sorted(needed))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_token_mean_weights_sum_to_one_per_update(ranks: int) -> None:
-    plans = RowMath(config(ranks=ranks, epochs=2, minibatch=2), WEIGHTS).plans(batch_of(4))
-    for update in rows_by_update(plans):
-        assert sum(entry.weight * tokens_of(entry) for entry in update) == pytest.approx(
-            1.0, abs=1e-12
-        )
-        assert len({entry.weight for entry in update}) == 1
-
-
-def test_sequence_mean_weights_and_the_constant_norm() -> None:
-    plans = RowMath(config(loss_agg_mode="seq-mean-token-mean"), WEIGHTS).plans(batch_of(4))
-    for entry in one_update(plans).values():
-        assert entry.weight * tokens_of(entry) == pytest.approx(1 / (GROUPS * ROWS))
-    plans = RowMath(config(loss_agg_mode="seq-mean-token-sum-norm"), WEIGHTS).plans(batch_of(4))
-    assert {round(1 / entry.weight) for entry in one_update(plans).values()} == {
-        GROUPS * ROWS * LIMIT
-    }
 
 
 @pytest.mark.parametrize("by_std", [True, False])
@@ -264,121 +235,101 @@ class Fakes:
         self.events.append("wait")
 
 
-def test_a_step_in_order() -> None:
-    async def scenario() -> None:
-        run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
+async def test_a_step_in_order() -> None:
+    run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
+    await run.loop.step()
+    assert run.events == ["refresh 0", "take 1", "prepare", "train 4", "publish 1"]
+    assert run.loop.steps_done == 1
+    await run.loop.step()
+    assert run.events[5:7] == ["take 2", "prepare"]
+    assert [step for step, _ in run.logged] == [1, 2]
+
+
+async def test_publishes_every_k_steps_and_the_rest_at_the_end() -> None:
+    run = Fakes(config(every=2), steps_done=4)
+    for _ in range(3):
         await run.loop.step()
-        assert run.events == ["refresh 0", "take 1", "prepare", "train 4", "publish 1"]
-        assert run.loop.steps_done == 1
-        await run.loop.step()
-        assert run.events[5:7] == ["take 2", "prepare"]
-        assert [step for step, _ in run.logged] == [1, 2]
-
-    asyncio.run(scenario())
-
-
-def test_publishes_every_k_steps_and_the_rest_at_the_end() -> None:
-    async def scenario() -> None:
-        run = Fakes(config(every=2), steps_done=4)
-        for _ in range(3):
-            await run.loop.step()
-        assert [event for event in run.events if event.startswith(("take", "publish"))] == [
-            "take 5",
-            "take 6",
-            "publish 6",
-            "take 7",
-        ]
-        await run.loop.finish()
-        assert run.events[-2:] == ["publish 7", "wait"], (
-            "an evaluation after the last step must see its weights"
-        )
-        await run.loop.finish()
-        assert run.events[-2:] == ["wait", "wait"]
-
-    asyncio.run(scenario())
+    assert [event for event in run.events if event.startswith(("take", "publish"))] == [
+        "take 5",
+        "take 6",
+        "publish 6",
+        "take 7",
+    ]
+    await run.loop.finish()
+    assert run.events[-2:] == ["publish 7", "wait"], (
+        "an evaluation after the last step must see its weights"
+    )
+    await run.loop.finish()
+    assert run.events[-2:] == ["wait", "wait"]
 
 
-def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_counted_as_publishing() -> None:
-    async def scenario() -> None:
-        run = Fakes(config())
-        run.pinned = asyncio.Event()
-        step = asyncio.create_task(run.loop.step())
-        while "waiting for an evaluation" not in run.loop.phase:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.5)
-        assert run.events[-1] == "train 1", "it is trained, and not published"
-        run.pinned.set()
-        metrics = await step
-        assert (
-            run.events[-1] == "publish 1"
-            and metrics["time/publish"] == 0.5
-            and metrics["time/step"] > 0.5
-        )
-        assert (
-            metrics["time/learner/evaluating"] >= 0.5 > metrics["time/learner/publishing"]
-            and "evaluation" not in run.loop.phase
-        )
-        await run.loop.publish_newest()
-        assert run.events[-1] == "publish 1", "there is nothing newer"
-
-    asyncio.run(scenario())
+async def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_publishing() -> None:
+    run = Fakes(config())
+    run.pinned = asyncio.Event()
+    step = asyncio.create_task(run.loop.step())
+    while "waiting for an evaluation" not in run.loop.phase:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.5)
+    assert run.events[-1] == "train 1", "it is trained, and not published"
+    run.pinned.set()
+    metrics = await step
+    assert (
+        run.events[-1] == "publish 1"
+        and metrics["time/publish"] == 0.5
+        and metrics["time/step"] > 0.5
+    )
+    assert (
+        metrics["time/learner/evaluating"] >= 0.5 > metrics["time/learner/publishing"]
+        and "evaluation" not in run.loop.phase
+    )
+    await run.loop.publish_newest()
+    assert run.events[-1] == "publish 1", "there is nothing newer"
 
 
-def test_metrics_of_a_step() -> None:
-    async def scenario() -> None:
-        run = Fakes(config())
-        metrics = await run.loop.step()
-        assert metrics["train/lag_mean"] == pytest.approx(0.5), (
-            "sums over ranks, not a mean of means"
-        )
-        assert metrics["train/lag_max"] == 2
-        assert metrics["replay/ready"] == 3
-        assert metrics["time/publish"] == 0.5
-        assert 0 <= metrics["time/learner_idle"] <= 1
-        await run.loop.step()
-        assert (run.loop.lag_sum, run.loop.lag_max) == (pytest.approx(1.0), 2)
-        groups = [*batch_of(1).groups, *batch_of(2).groups]
-        assert run.loop.tokens == sum(meta.length for group in groups for meta in group.rows)
-        assert len(run.loop.durations) == 2
-
-    asyncio.run(scenario())
+async def test_metrics_of_a_step() -> None:
+    run = Fakes(config())
+    metrics = await run.loop.step()
+    assert metrics["train/lag_mean"] == pytest.approx(0.5), "sums over ranks, not a mean of means"
+    assert metrics["train/lag_max"] == 2
+    assert metrics["replay/ready"] == 3
+    assert metrics["time/publish"] == 0.5
+    assert 0 <= metrics["time/learner_idle"] <= 1
+    await run.loop.step()
+    assert (run.loop.lag_sum, run.loop.lag_max) == (pytest.approx(1.0), 2)
+    groups = [*batch_of(1).groups, *batch_of(2).groups]
+    assert run.loop.tokens == sum(meta.length for group in groups for meta in group.rows)
+    assert len(run.loop.durations) == 2
 
 
-def test_a_step_whose_rows_are_all_masked_is_trained_and_logged() -> None:
-    async def scenario() -> None:
-        run = Fakes(config(), lags=False)
-        metrics = await run.loop.step()
-        assert "train/lag_mean" not in metrics
-        assert (run.loop.lag_sum, run.loop.lag_max, run.loop.steps_done) == (0, 0, 1)
-
-    asyncio.run(scenario())
+async def test_a_step_whose_rows_are_all_masked_is_trained_and_logged() -> None:
+    run = Fakes(config(), lags=False)
+    metrics = await run.loop.step()
+    assert "train/lag_mean" not in metrics
+    assert (run.loop.lag_sum, run.loop.lag_max, run.loop.steps_done) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("publishes", [True, False], ids=["recovery", "learner alone"])
-def test_recorded_steps_are_repeated_compared_and_not_published(publishes: bool) -> None:
-    async def scenario() -> None:
-        run = Fakes(config(), steps_done=1, publishes=publishes)
-        asked: list[int] = []
+async def test_recorded_steps_are_repeated_compared_and_not_published(publishes: bool) -> None:
+    run = Fakes(config(), steps_done=1, publishes=publishes)
+    asked: list[int] = []
 
-        async def digest(version: int) -> str:
-            asked.append(version)
-            return {2: "two", 3: "other", 5: ""}[version]
+    async def digest(version: int) -> str:
+        asked.append(version)
+        return {2: "two", 3: "other", 5: ""}[version]
 
-        recorded = {2: "two", 3: "three", 5: "five"}
-        weights = await run.loop.repeat(5, recorded=recorded, digest=digest)
-        assert (weights.same, weights.different, weights.unknown) == ([2], [3], [4, 5])
-        assert asked == [2, 3, 5], "nothing is staged for a version without a recorded digest"
-        assert (run.loop.steps_done, len(run.logged)) == (5, 4)
-        assert not [event for event in run.events if event.startswith("publish")]
-        assert [line["weights/differ"] for _, line in run.logged] == [0, 1, 1, 1]
-        assert all(line["train/repeated"] == 1 for _, line in run.logged)
-        assert all(("time/step" in line) is not publishes for _, line in run.logged)
-        if publishes:
-            assert run.loop.tokens == 0, "the summary counts a step once"
-            await run.loop.publish_newest()
-            assert "publish 5" not in run.events, "its version was published before"
-
-    asyncio.run(scenario())
+    recorded = {2: "two", 3: "three", 5: "five"}
+    weights = await run.loop.repeat(5, recorded=recorded, digest=digest)
+    assert (weights.same, weights.different, weights.unknown) == ([2], [3], [4, 5])
+    assert asked == [2, 3, 5], "nothing is staged for a version without a recorded digest"
+    assert (run.loop.steps_done, len(run.logged)) == (5, 4)
+    assert not [event for event in run.events if event.startswith("publish")]
+    assert [line["weights/differ"] for _, line in run.logged] == [0, 1, 1, 1]
+    assert all(line["train/repeated"] == 1 for _, line in run.logged)
+    assert all(("time/step" in line) is not publishes for _, line in run.logged)
+    if publishes:
+        assert run.loop.tokens == 0, "the summary counts a step once"
+        await run.loop.publish_newest()
+        assert "publish 5" not in run.events, "its version was published before"
 
 
 @pytest.mark.parametrize("schedule", ["settle", "constant", "linear"])
@@ -406,20 +357,17 @@ def test_a_rate_that_settles_goes_by_the_effective_sample_size(schedule: str) ->
     asyncio.run(scenario())
 
 
-def test_a_failure_ends_a_wait_at_once() -> None:
-    async def scenario() -> None:
-        run = Fakes(config(timeout_s=1000), empty_answers=10**9)
-        waiting = asyncio.create_task(run.loop.step())
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        run.loop.fail(FaultBudgetSpent("the actors died"))
-        run.loop.fail(RuntimeError("a later error"))
-        with pytest.raises(FaultBudgetSpent, match="the actors died"):
-            await asyncio.wait_for(waiting, 2)
-        with pytest.raises(FaultBudgetSpent):
-            await run.loop.finish()
-
-    asyncio.run(scenario())
+async def test_a_failure_ends_a_wait_at_once() -> None:
+    run = Fakes(config(timeout_s=1000), empty_answers=10**9)
+    waiting = asyncio.create_task(run.loop.step())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    run.loop.fail(FaultBudgetSpent("the actors died"))
+    run.loop.fail(RuntimeError("a later error"))
+    with pytest.raises(FaultBudgetSpent, match="the actors died"):
+        await asyncio.wait_for(waiting, 2)
+    with pytest.raises(FaultBudgetSpent):
+        await run.loop.finish()
 
 
 def test_a_failure_ends_training_at_once() -> None:

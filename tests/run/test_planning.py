@@ -9,6 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from statistics import fmean as mean
+from statistics import stdev as std
 from typing import Any
 
 import pytest
@@ -103,14 +105,6 @@ def rows_of(batch: Batch, role: str = "train") -> dict[RowKey, RowMeta]:
 
 def score(meta: RowMeta) -> float:
     return meta.rewards["correct"] + 0.5 * meta.rewards["format"]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def std(values: Sequence[float]) -> float:
-    return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
 
 
 def numbers(values: Mapping[RowKey, RowValue]) -> dict[RowKey, float]:
@@ -324,13 +318,7 @@ def test_the_greedy_response_is_the_baseline_and_counts_nowhere_else(
 ) -> None:
     batch = batch_of(1, size=size, baseline=True)
     math_ = RowMath(config(size=size, adv_estimator="remax", reward_norm=norm), WEIGHTS)
-    planned = {
-        entry.key
-        for plan in math_.plans(batch)
-        for update in plan.updates
-        for part in update
-        for entry in part
-    }
+    planned = set(rows_of_plans(math_.plans(batch)))
     train = {key: score(meta) for key, meta in rows_of(batch).items()}
     assert planned == set(train) and len(train) == GROUPS * size
     over = list(train.values())
@@ -671,14 +659,12 @@ def test_turn_grpo_is_the_return_of_a_turn_minus_the_mean_of_the_trajectories(
         totals = [
             shaping_.shape(rows[0].rewards, sum(row.length for row in rows)) for rows in episodes
         ]
-        mean = sum(totals) / len(totals)
-        std = (sum((total - mean) ** 2 for total in totals) / (len(totals) - 1)) ** 0.5
-        scale = 1 / (std + 1e-6) if divide else 1.0
+        base, scale = mean(totals), 1 / (std(totals) + 1e-6) if divide else 1.0
         for rows, total, places in zip(episodes, totals, group.places, strict=True):
             rewards = [reward for row in rows for reward in row.turn_rewards]
             rewards[-1] += total - sum(rewards)
             wanted = [
-                scale * (sum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards))) - mean)
+                scale * (sum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards))) - base)
                 for t in range(len(rewards))
             ]
             found = []

@@ -96,14 +96,6 @@ def test_a_run_is_refused_rather_than_begun_anew(tmp_path: Path, model: str, cap
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_what_needs_a_running_system_says_so(tmp_path: Path, model: str) -> None:
-    with (
-        trainer(tmp_path / "run", model) as one,
-        pytest.raises(RunError, match="the run is not started, or stopped already"),
-    ):
-        assert one.system
-
-
 def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path, model: str) -> None:
     with (
         trainer(tmp_path / ("a" * 300), model) as one,

@@ -17,8 +17,6 @@ from async_grpo.run.callbacks.early_stopping import MOST_WITHOUT, EarlyStopping
 from async_grpo.run.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.run.trainer import Trainer
 
-EVENTS = ("start", "step", "publication", "evaluation", "checkpoint", "fault", "end")
-
 
 class Keeps(Callback):
     def __init__(self, fails_at: int = -1, again: bool = False) -> None:
@@ -42,13 +40,6 @@ class NoCallback:
 class Exits(Callback):
     def __init__(self) -> None:
         sys.exit("a script")
-
-
-def test_the_base_does_nothing_at_every_event() -> None:
-    arguments = {"start": 0, "step": 1, "fault": 1, "end": 1}
-    for event in EVENTS:
-        call = getattr(Callback(), f"on_{event}")
-        assert call(None, *[None] * arguments.get(event, 2)) is None
 
 
 def test_events_of_all_threads_are_delivered_in_order_by_the_one_that_asks() -> None:
@@ -155,14 +146,11 @@ def test_callbacks_are_made_by_name() -> None:
         ("early_stopping", {"mode": "up"}, "mode is 'up'; it is max or min"),
         (f"{__name__}:Exits", {}, "Exits cannot be made: SystemExit: a script"),
         ("early_stopping", {"metric": 3}, "metric is 3; it is a name"),
-        ("early_stopping", {"patience": 0}, "patience is 0; it is a whole number, at least 1"),
         ("early_stopping", {"patience": 2.5}, "patience is 2.5; it is a whole number"),
         ("early_stopping", {"min_delta": -0.1}, "min_delta is -0.1; it is a finite number"),
         ("early_stopping", {"min_delta": math.nan}, "min_delta is nan; it is a finite number"),
-        ("early_stopping", {"min_delta": "0.1"}, "min_delta is '0.1'; it is a finite number"),
         ("early_stopping", {"target": "0.5"}, "target is '0.5'; it is a finite number, or null"),
         ("early_stopping", {"target": math.inf}, "target is inf; it is a finite number, or null"),
-        ("early_stopping", {"target": True}, "target is True; it is a finite number, or null"),
         ("metric_stream", {}, "missing 1 required positional argument: 'to'"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -69,14 +68,6 @@ def test_only_a_begun_directory_can_be_committed(tmp_path: Path) -> None:
         checkpoint.commit(path, {})
 
 
-def test_other_formats_are_refused(tmp_path: Path) -> None:
-    path = _write(tmp_path, 5)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    (path / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(checkpoint.CheckpointError, match="format"):
-        checkpoint.read(path)
-
-
 def test_prune_keeps_complete_checkpoints_and_what_is_being_written(tmp_path: Path) -> None:
     steps = {step: _write(tmp_path, step) for step in (1, 2, 3, 4, 5)}
     (steps[5] / "queue.json").unlink()
@@ -89,8 +80,6 @@ def test_prune_keeps_complete_checkpoints_and_what_is_being_written(tmp_path: Pa
         new_draft.name,
     }
     assert checkpoint.prune(tmp_path / "nothing", 1) == []
-    with pytest.raises(ValueError, match="at least 1"):
-        checkpoint.prune(tmp_path, 0)
 
 
 def test_later_checkpoints_are_set_aside_and_neither_found_nor_pruned(tmp_path: Path) -> None:
@@ -126,7 +115,10 @@ def test_a_replacement_that_was_cut_off_leaves_the_old_one_to_be_found(tmp_path:
     assert (path / "learner" / "rank0.pt").read_text() == "second" and not retired.exists()
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"format_version": 1, "files": []}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", '{"format_version": 2, "files": []}', '{"format_version": 99, "files": {}}'],
+)
 def test_what_is_no_manifest_of_ours_is_refused(tmp_path: Path, text: str) -> None:
     path = _write(tmp_path, 5)
     (path / checkpoint.MANIFEST).write_text(text)
