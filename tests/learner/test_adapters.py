@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Model
-from async_grpo.learner import adapters
+from async_grpo.learner import adapters, division
 from async_grpo.learner.backend.deepspeed.backend import ZeroDivision
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import response_row
@@ -386,6 +386,26 @@ def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(
     with open_learner(config, models, case_of(models, "lora"), name="lora") as learner:
         assert_history(train(learner, case_of(models, "lora"), [split(range(6), 2)] * 2), history)
         assert_close(copy_weights(learner), weights)
+
+
+def test_only_a_bucket_of_the_model_is_whole(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_learner(
+        config_of("lora", 3), models, case_of(models, "lora"), name="lora"
+    ) as learner:
+        parameters = list(learner.policy.module.parameters())
+        total = sum(ZeroDivision().size(parameter) for parameter in parameters)
+        expected, most = copy_weights(learner), []
+        for limit in (2**28, 2**14):
+            monkeypatch.setattr(division, "GATHER_BYTES", limit)
+            at_once = []
+            for name, weight in learner.named_weights():
+                assert torch.equal(weight, expected[name])
+                at_once.append(sum(parameter.numel() for parameter in parameters))
+            most.append(max(at_once))
+        assert most[0] == total
+        assert most[1] < total / 4
 
 
 def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
