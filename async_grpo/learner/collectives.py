@@ -28,12 +28,6 @@ class Collectives:
         dist.all_reduce(total)
         return total.to(tensor.device)
 
-    def maximum(self, value: int) -> int:
-        """Return the largest value of any rank."""
-        tensor = torch.tensor(value, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
-
     def largest(self, value: float) -> float:
         """Return the largest value of any rank; nan if one has nan."""
         tensor = torch.tensor(value, dtype=torch.float64, device=self._device)

@@ -447,7 +447,8 @@ class Learner:
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
         passes = micro_batches(shapes, self.config.learner.tokens_per_micro_batch)
         if self.sharded:
-            passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
+            most = int(self._collectives.largest(len(passes)))
+            passes += [[]] * (most - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         packs = ahead(
             lambda chunk: self._pack(model, [rows[index] for index in chunk]),
