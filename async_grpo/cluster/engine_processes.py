@@ -17,9 +17,9 @@ from typing import Any
 import ray
 
 from async_grpo.cluster.placement import Node, Placement, Slot, another
-from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.queue import MAX_CALLS
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.remote_engine import RemoteEngine
+from async_grpo.cluster.remote_engine import RemoteEngine, RolloutProcess
 from async_grpo.cluster.session import RaySession, settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError

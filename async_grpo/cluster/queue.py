@@ -39,6 +39,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
+MAX_CALLS = 10_000
+"""Calls that a Ray actor takes at once: more than can wait."""
 REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""
 

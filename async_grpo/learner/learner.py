@@ -13,8 +13,7 @@ Hides the backend (`backend`); the formulas are `token_math`'s. Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -464,25 +463,6 @@ class Learner:
                     for index, part in zip(order, np.split(values, ends[:-1]), strict=True):
                         out[index] = part
         return out
-
-    def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """List name, full shape and dtype name of every weight, in the order of `named_weights`."""
-        return self.published.weight_metadata()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
-        is valid until the next. Collective if sharded: every rank must exhaust the iterator.
-        """
-        return self.published.named_weights()
-
-    def perturbed(self, *, scale: float, seed: int) -> AbstractContextManager[None]:
-        """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
-        leaving restores the weights bit for bit.
-
-        With adapters w is the base's weight. No update may happen inside. Every rank (if sharded:
-        rank 0) keeps a copy of the weights in host memory meanwhile.
-        """
-        return self.published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) for an

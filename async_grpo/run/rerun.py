@@ -18,8 +18,7 @@ from typing import Any
 
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import without_engines
-from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue import REOPEN_TIMEOUT_S
+from async_grpo.cluster.queue import MAX_CALLS, REOPEN_TIMEOUT_S
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled

@@ -36,8 +36,7 @@ from async_grpo.cluster.engine_processes import ActorSpec, EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement, Slot, refuse
-from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue import DriverQueue, QueueProcess
+from async_grpo.cluster.queue import MAX_CALLS, DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager
 from async_grpo.cluster.samples import TrainingSamples

@@ -33,8 +33,7 @@ import ray
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue import QueueProcess
+from async_grpo.cluster.queue import MAX_CALLS, QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings

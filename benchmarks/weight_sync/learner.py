@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from async_grpo.config.schema import Config
+from async_grpo.learner.weights import Published
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.shared_memory import Segments, SharedMemorySender, choose_directory
 from benchmarks.harness import free_port, kilobytes, memory_level, rank_environment
@@ -110,10 +111,12 @@ def rank_work(
         total_updates=1,
     )
     key = f"{KEY}{port}"
-    sender = SharedMemorySender(learner, key=key, fallback=fallback)
+    sender = SharedMemorySender(learner.published, key=key, fallback=fallback)
     try:
         peak_mb, segment_mb = first_stage(sender)
-        found = measure(learner, sender, rounds=rounds, key=f"{key}copy", fallback=fallback)
+        found = measure(
+            learner.published, sender, rounds=rounds, key=f"{key}copy", fallback=fallback
+        )
     finally:
         sender.close()
         learner.close()
@@ -148,12 +151,12 @@ def first_stage(sender: SharedMemorySender) -> tuple[float, float]:
 
 
 def measure(
-    learner: object, sender: SharedMemorySender, *, rounds: int, key: str, fallback: Path
+    weights: Published, sender: SharedMemorySender, *, rounds: int, key: str, fallback: Path
 ) -> tuple[int, list[Round]]:
     """Bytes of all weights, and the rounds. Every rank takes part; only rank 0 copies, and only its
     times mean something.
     """
-    layout, writes = Layout(learner.weight_metadata()), learner.rank == 0
+    layout, writes = Layout(weights.weight_metadata()), weights.rank == 0
     source, target = (torch.ones(layout.nbytes, dtype=torch.uint8) for _ in range(2))
     segments = (
         Segments(choose_directory(layout.nbytes, fallback)[0], key, layout.nbytes)
@@ -165,7 +168,7 @@ def measure(
         for number in range(1, rounds + 3):  # the first two touch the pages of both segments
             dist.barrier()
             buffer = segments.begin(2 * number) if writes else None
-            copy = seconds(lambda buffer=buffer: layout.fill(buffer, learner.named_weights()))
+            copy = seconds(lambda buffer=buffer: layout.fill(buffer, weights.named_weights()))
             memcpy = seconds(lambda: target.copy_(source)) if writes else 0.0
             checksums = seconds(lambda buffer=buffer: layout.checksums(buffer)) if writes else 0.0
             stages = []

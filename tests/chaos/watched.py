@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.cluster import learner_group, processes
+from async_grpo.cluster import learner_group, remote_engine
 from async_grpo.config.schema import Config
 from async_grpo.runtime import storage
 from async_grpo.wire.codec import Buffer, peek_ticket
@@ -85,7 +85,7 @@ class WatchedQueue:
         return getattr(self._queue, name)
 
 
-class WatchedRollout(processes.RolloutProcess):
+class WatchedRollout(remote_engine.RolloutProcess):
     """A rollout actor."""
 
     def __init__(self, config: Config, **arguments: Any) -> None:

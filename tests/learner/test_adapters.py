@@ -177,7 +177,7 @@ def check_untrained(
 def check_perturbed(learner: Learner) -> None:
     """Published weights and log-probs move visibly and come back bit for bit."""
     before, at_start = copy_weights(learner), learner.logprobs(PROBE)
-    with learner.perturbed(scale=0.2, seed=4):
+    with learner.published.perturbed(scale=0.2, seed=4):
         moved = copy_weights(learner)
         assert (
             max(abs(a - b).max() for a, b in zip(learner.logprobs(PROBE), at_start, strict=True))
@@ -231,7 +231,7 @@ def check_trained(
         (key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for key, tensor in published.items()
     ]
-    assert metadata == learner.weight_metadata()
+    assert metadata == learner.published.weight_metadata()
 
 
 def sweep(
@@ -400,7 +400,7 @@ def test_only_a_bucket_of_the_model_is_whole(
         for limit in (2**28, 2**14):
             monkeypatch.setattr(division, "GATHER_BYTES", limit)
             at_once = []
-            for name, weight in learner.named_weights():
+            for name, weight in learner.published.named_weights():
                 assert torch.equal(weight, expected[name])
                 at_once.append(sum(parameter.numel() for parameter in parameters))
             most.append(max(at_once))

@@ -204,8 +204,8 @@ def learn(
     with open_learner(config, models, case, backend=backend()) as learner:
         history, weights = train(learner, case, SPLITS), copy_weights(learner)
         shapes = [(name, tuple(one.shape)) for name, one in weights.items()]
-        assert shapes == [(name, shape) for name, shape, _ in learner.weight_metadata()]
-        with learner.perturbed(scale=0.1, seed=1):
+        assert shapes == [(name, shape) for name, shape, _ in learner.published.weight_metadata()]
+        with learner.published.perturbed(scale=0.1, seed=1):
             found |= {f"perturbed/{name}": one for name, one in copy_weights(learner).items()}
         assert bitwise(copy_weights(learner), weights)
         found |= {

@@ -215,7 +215,7 @@ def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> Non
     with open_learner(config, models, case) as learner:
         (got,) = train(learner, case, [split(range(12), 3)])
         assert got["train/grad_norm"] == pytest.approx(history[0]["train/grad_norm"], rel=0.1)
-        assert {dtype for _, _, dtype in learner.weight_metadata()} == {"bfloat16"}
+        assert {dtype for _, _, dtype in learner.published.weight_metadata()} == {"bfloat16"}
         trained = copy_weights(learner)
     start = dict(plain_model(models["plain"]).named_parameters())
     moves = [
@@ -399,12 +399,12 @@ def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
     before = copy_weights(learner)
     assert [
         (key, tuple(tensor.shape), "float32") for key, tensor in before.items()
-    ] == learner.weight_metadata()
+    ] == learner.published.weight_metadata()
     probe = [([5, 6, 7], [8, 9, 10, 11])] * (
         1 + 3 * rank
     )  # ranks may ask for different amounts of work
     at_start = learner.logprobs(probe)[0]
-    with learner.perturbed(scale=0.2, seed=4):
+    with learner.published.perturbed(scale=0.2, seed=4):
         moved = copy_weights(learner)
         assert abs(learner.logprobs(probe)[0] - at_start).max() > 1e-3
         both: list[Any] = [None, None]

@@ -160,7 +160,9 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     )
     learner = Learner(config, model_dir=large, fetch=lambda *_: b"", device="cpu", total_updates=1)
     try:
-        numbers = sum(torch.Size(shape).numel() for _, shape, _ in learner.weight_metadata())
+        numbers = sum(
+            torch.Size(shape).numel() for _, shape, _ in learner.published.weight_metadata()
+        )
         row = (np.arange(3, 9), np.arange(9, 20))
         logprobs, _ = learner.policy(pack([response_row(*row)], torch.device("cpu")), 1.0, False)
         learner.policy.engine.backward(logprobs.sum())

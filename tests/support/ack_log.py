@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cluster import learner_group, processes
+from async_grpo.cluster import learner_group, remote_engine
 from async_grpo.config.schema import Config
 
 
@@ -58,7 +58,7 @@ class LoggedQueue:
         return getattr(self._queue, name)
 
 
-class LoggedRolloutProcess(processes.RolloutProcess):
+class LoggedRolloutProcess(remote_engine.RolloutProcess):
     """A rollout actor that keeps a side log."""
 
     def __init__(self, config: Config, **arguments: Any) -> None:

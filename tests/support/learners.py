@@ -345,7 +345,7 @@ def open_learner(
 
 
 def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights()}
+    return {name: tensor.clone() for name, tensor in learner.published.named_weights()}
 
 
 def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import ray
 
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue import ActorQueue, QueueProcess
+from async_grpo.cluster.queue import MAX_CALLS, ActorQueue, QueueProcess
 from async_grpo.cluster.session import RaySession
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import Group, Row, VersionSpan, encode_group, unpack_frames

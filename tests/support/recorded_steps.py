@@ -75,7 +75,7 @@ def two_steps(config: Config, directory: str) -> Iterator[tuple[Learner, list[di
         total_updates=2 * config.updates_per_step,
     )
     try:
-        before = {key: tensor.clone() for key, tensor in learner.named_weights()}
+        before = {key: tensor.clone() for key, tensor in learner.published.named_weights()}
         rows, found = RowMath(config, WEIGHTS), []
         for step in (1, 2):
             metrics = train_step(learner, rows, record(config, directory, step), step)
@@ -83,7 +83,9 @@ def two_steps(config: Config, directory: str) -> Iterator[tuple[Learner, list[di
             assert metrics["train/grad_norm"] > 0
             found.append(metrics)
         assert learner.updates == 2 * config.updates_per_step
-        moved = [float((new - before[key]).abs().max()) for key, new in learner.named_weights()]
+        moved = [
+            float((new - before[key]).abs().max()) for key, new in learner.published.named_weights()
+        ]
         assert max(moved) > 1e-5
         yield learner, found
     finally:

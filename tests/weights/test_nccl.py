@@ -156,10 +156,10 @@ class WatchedOwner:
         self.most_live = 0
 
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
-        return self.learner.weight_metadata()
+        return self.learner.published.weight_metadata()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.learner.named_weights():
+        for name, tensor in self.learner.published.named_weights():
             self.gathered.append((name, time.monotonic()))
             self.most_live = max(self.most_live, self.live())
             yield name, tensor
@@ -238,7 +238,7 @@ def publish_from_zero3(learner: Learner, control: Control, directory: str) -> No
     groups = dict(dist.distributed_c10d._world.pg_map)
     probe = [([5, 6, 7], [8, 9, 10])]
     before = learner.logprobs(probe)
-    wanted = {name: tensor.cpu().clone() for name, tensor in learner.named_weights()}
+    wanted = {name: tensor.cpu().clone() for name, tensor in learner.published.named_weights()}
     for buffers in (2, 1):
         owner = WatchedOwner(learner)
         sender = make_sender(owner, buffers=buffers)

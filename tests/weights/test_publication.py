@@ -128,7 +128,11 @@ class Rank:
             config, model_dir=directory, fetch=self._case.fetch, device="cpu", total_updates=100
         )
         self._sender = make_sender(
-            "shared_memory", self._learner, config=config, key=key, pushing=ENGINE.pushing_sender
+            "shared_memory",
+            self._learner.published,
+            config=config,
+            key=key,
+            pushing=ENGINE.pushing_sender,
         )
         return self._sender.connect("127.0.0.1", [1])[0]
 
@@ -754,7 +758,7 @@ class Staging(Nothing):
         from async_grpo.weights.shared_memory import SharedMemorySender
 
         self.sender = SharedMemorySender(
-            self.learner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=self.directory
+            self.learner.published, key=f"test-{uuid.uuid4().hex[:8]}", fallback=self.directory
         )
         [payload] = self.sender.connect("127.0.0.1", [1])
         self.announcement = self.sender.stage("v0.1", verify=True)
@@ -805,7 +809,7 @@ class Sending(Nothing):
     def start(self) -> None:
         from tests.support.nccl_sides import Receiver, make_sender
 
-        self.sender = make_sender(self.learner, overlap=self.overlap)
+        self.sender = make_sender(self.learner.published, overlap=self.overlap)
         [payload] = self.sender.connect("127.0.0.1", [1])
         self.receiver = (
             Receiver(payload, self.learner.config.model.path, device=1)
