@@ -118,11 +118,6 @@ class PolicyModel(nn.Module):
         if forward_pass.head == "own" and forward_pass.rows != "alone":
             self._own = OwnLogits(self.hf, self._decoder, self.hf.get_output_embeddings())
 
-    @property
-    def module(self) -> PolicyModel:
-        """Itself: a rank that has all of it runs it without a backend's engine around it."""
-        return self
-
     def train(self, mode: bool = True) -> PolicyModel:
         """Let checkpointed layers know that they are trained, and no other module: the policy is
         the distribution that engines sample, without noise on routers or inputs.

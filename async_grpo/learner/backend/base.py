@@ -8,6 +8,7 @@ method is called on all ranks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from async_grpo.learner.packing import Packed
 
 
 class RunnableModel(Protocol):
-    """A model that computes on the ranks' devices; a `PolicyModel` is one by itself."""
+    """A model that computes on the ranks' devices."""
 
     @property
     def module(self) -> PolicyModel:
@@ -28,6 +29,20 @@ class RunnableModel(Protocol):
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] of the response tokens, and entropies [M]: the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A model that a rank runs by itself."""
+
+    module: PolicyModel
+
+    def __call__(
+        self, packed: Packed, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `RunnableModel`."""
+        logprobs, entropy = self.module(packed, temperature, with_entropy)
+        return logprobs, entropy
 
 
 class TrainedModel(RunnableModel, Protocol):

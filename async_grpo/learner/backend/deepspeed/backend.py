@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from async_grpo.config.schema import Config
-from async_grpo.learner.backend.base import RunnableModel
+from async_grpo.learner.backend.base import RunnableModel, WholeModel
 from async_grpo.learner.backend.deepspeed import files
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config, reference_config
 from async_grpo.learner.backend.process_group import join, prepare_gpu
@@ -211,7 +211,7 @@ class DeepspeedBackend:
         import deepspeed
 
         if not self.division.sharded:
-            return model.to(torch.device(self._device))
+            return WholeModel(model.to(torch.device(self._device)))
         engine = deepspeed.initialize(model=model, config=self._frozen)[0]
         engine.eval()
         self._engines.append(engine)
