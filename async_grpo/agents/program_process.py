@@ -64,56 +64,23 @@ class Ended:
 class ProgramProcess:
     """One program, which has begun."""
 
-    def __init__(self, pid: int, wait: Callable[[], int], *, key: str, most: int) -> None:
-        """wait: for its end, when that has come; its exit status. most: bytes it may print."""
+    def __init__(self, pid: int, wait: Callable[[], int], pipes: _Pipes, *, key: str) -> None:
+        """wait: for its end, when that has come; its exit status."""
         self.pid, self._key = pid, key
         _AWAITED.add(pid)
-        self._wait = wait
+        self._wait, self._pipes = wait, pipes
         self._code: int | None = None
-        self._printed, self._most = 0, most
-        self._outputs: list[_Output] = []
-        self._transports: list[asyncio.BaseTransport] = []
-
-    async def listen(self, ends: Sequence[int]) -> None:
-        """Begin to read. ends: of stdout and stderr."""
-        loop = asyncio.get_running_loop()
-        for end in ends:
-            transport, output = await loop.connect_read_pipe(
-                lambda: _Output(self._prints), os.fdopen(end, "rb", 0)
-            )
-            self._transports.append(transport)
-            self._outputs.append(output)
-
-    def _prints(self, count: int) -> None:
-        self._printed += count
-        if self._printed > self._most:
-            self.kill()
-
-    async def _outputs_end(self) -> bool:
-        """Wait for a moment until both outputs have ended; whether they have."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
-                for one in self._outputs:
-                    await one.ended.wait()
-        return all(one.ended.is_set() for one in self._outputs)
-
-    async def _stop_listening(self) -> None:
-        """Leave the outputs to whoever has them, where these do not end soon."""
-        if not await self._outputs_end():
-            for one in self._transports:
-                one.close()
 
     async def end(self) -> Ended:
         """Wait for the end, whoever still has the outputs."""
         await _exit_of(self.pid)
-        if not await self._outputs_end():  # something that it left has its output
+        if not await self._pipes.closed(LAST_WORDS_S):  # something that it left has its output
             await asyncio.to_thread(sweep, self._key)
         self.kill()  # and its session, while its number is still its own
         code = self._reap()
-        await self._stop_listening()
-        out, err = (one.kept for one in self._outputs)
+        out, err = await self._pipes.read()
         cut = len(out) == KEPT and len(_lines(out)) == 1
-        return Ended(code, self._printed > self._most, _last(out), _last(err), cut)
+        return Ended(code, self._pipes.printed_much, _last(out), _last(err), cut)
 
     async def close(self) -> None:
         """End the program and what it started."""
@@ -122,7 +89,7 @@ class ProgramProcess:
             await _exit_of(self.pid)
             self._reap()
         await asyncio.to_thread(sweep, self._key)
-        await self._stop_listening()
+        await self._pipes.read()
         _reap_others()
 
     def _reap(self) -> int:
@@ -167,22 +134,22 @@ class Launcher:
         Raises OSError, RuntimeError.
         """
         adopt()
-        outputs = os.pipe(), os.pipe()
-        theirs = [_file_of(problem), *(write for _, write in outputs)]
+        ours, theirs = _pipe_ends()
         try:
             if self._preload:
                 pid, wait = await self._fork(variables, theirs)
             else:
                 pid, wait = self._exec(variables, theirs)
         except BaseException:
-            for read, _ in outputs:
-                os.close(read)
+            for one in ours:
+                os.close(one)
             raise
         finally:
             for one in theirs:
                 os.close(one)
-        process = ProgramProcess(pid, wait, key=variables[KEY], most=self._most)
-        await process.listen([read for read, _ in outputs])
+        pipes = _Pipes(self._most)
+        process = ProgramProcess(pid, wait, pipes, key=variables[KEY])
+        await pipes.open(ours, problem, too_much=process.kill)
         return process
 
     async def check(self) -> None:
@@ -304,22 +271,67 @@ class _ForkServer:
         self._control.close()
 
 
-class _Output(asyncio.Protocol):
-    """The end of what a program prints to one file."""
+class _Pipes:
+    """A program's three files, seen from outside."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        """told: is called with the bytes that have come."""
-        self._told = told
-        self.kept, self.ended = b"", asyncio.Event()
+    def __init__(self, most: int) -> None:
+        self._printed, self._most = 0, most
+        self._talk: asyncio.Task[None] | None = None
+        self._kept = [b"", b""]
+        self._transports: list[asyncio.BaseTransport] = []
 
-    def data_received(self, data: bytes) -> None:
-        """Keep the end."""
-        self.kept = (self.kept + data)[-KEPT:]
-        self._told(len(data))
+    @property
+    def printed_much(self) -> bool:
+        """Whether more was printed than allowed."""
+        return self._printed > self._most
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Note that there is no more."""
-        self.ended.set()
+    async def open(self, ends: Sequence[int], problem: bytes, too_much: Callable[[], None]) -> None:
+        """Begin to write and read. ends: of stdin, stdout, stderr."""
+        into = await _writer(ends[0])
+        outputs = []
+        for one in ends[1:]:
+            reader, transport = await _reader(one)
+            outputs.append(reader)
+            self._transports.append(transport)
+        self._transports.append(into.transport)
+        self._talk = asyncio.create_task(self._both(into, problem, outputs, too_much))
+
+    async def closed(self, timeout_s: float) -> bool:
+        """Wait until both outputs have ended; whether they have."""
+        assert self._talk is not None
+        done, _ = await asyncio.wait({self._talk}, timeout=timeout_s)
+        return bool(done)
+
+    async def read(self) -> tuple[bytes, bytes]:
+        """Return the ends of both outputs, where these do not end soon what there is of them."""
+        assert self._talk is not None
+        if not await self.closed(LAST_WORDS_S):
+            self._talk.cancel()
+            for one in self._transports:
+                one.close()
+        return self._kept[0], self._kept[1]
+
+    async def _both(
+        self,
+        into: asyncio.StreamWriter,
+        problem: bytes,
+        outputs: Sequence[asyncio.StreamReader],
+        too_much: Callable[[], None],
+    ) -> None:
+        async def read(number: int, stream: asyncio.StreamReader) -> None:
+            while part := await stream.read(KEPT):
+                self._printed += len(part)
+                if self.printed_much:
+                    too_much()
+                self._kept[number] = (self._kept[number] + part)[-KEPT:]
+
+        async def say() -> None:
+            with contextlib.suppress(ConnectionError):  # it may not want to know
+                into.write(problem)
+                await into.drain()
+            into.close()
+
+        await asyncio.gather(say(), *[read(at, one) for at, one in enumerate(outputs)])
 
 
 def sweep(key: str) -> None:
@@ -357,13 +369,28 @@ def _reap_others() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _file_of(content: bytes) -> int:
-    """Return a file in memory, to be read from its beginning."""
-    file = os.memfd_create("stdin")
-    with open(file, "wb", closefd=False) as written:
-        written.write(content)
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
+def _pipe_ends() -> tuple[list[int], list[int]]:
+    """Return this process's ends and the program's, of stdin, stdout and stderr."""
+    read_in, write_in = os.pipe()
+    read_out, write_out = os.pipe()
+    read_err, write_err = os.pipe()
+    return [write_in, read_out, read_err], [read_in, write_out, write_err]
+
+
+async def _reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+    )
+    return reader, transport
+
+
+async def _writer(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(descriptor, "wb", 0)
+    )
+    return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
 async def _exit_of(pid: int) -> None:

@@ -5,19 +5,26 @@ found by name. It is registered where it is written, with its traits and the cla
 a built-in with `@POLICY_LOSSES.register("name", ...)` in the home module of its kind, a user's with
 `@register_policy_loss("name", ...)` and its four sisters. Invariants: a name means one thing,
 whatever the order of imports; reading a register imports no torch, since settings are checked
-before.
+before; constants cannot be made with values outside their ranges.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import signature
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T", bound="Traits")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "gt": ("above", lambda value, bound: value > bound),
+    "ge": ("at least", lambda value, bound: value >= bound),
+    "le": ("at most", lambda value, bound: value <= bound),
+}
 
 
 def number(default: float | None, meaning: str, **bounds: float) -> Any:
@@ -31,11 +38,24 @@ def choice(default: str, meaning: str) -> Any:
 
 
 class Constants:
-    """Base of the frozen constants of a loss or estimator, in whose ranges pydantic checks what is
-    configured.
-    """
+    """Base of the frozen constants of a loss or estimator. Raises ValueError out of range."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
+
+    def __post_init__(self) -> None:
+        hints, name = get_type_hints(type(self)), type(self).__name__
+        for one in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value, words = vars(self)[one.name], get_args(hints[one.name])
+            if isinstance(value, str) and value not in words:
+                raise ValueError(f"{name}: {one.name} is {value!r}; choose {' or '.join(words)}")
+            if not isinstance(value, float | int):
+                continue
+            limits = [(_BOUNDS[key], one.metadata[key]) for key in _BOUNDS if key in one.metadata]
+            if not math.isfinite(value) or any(not holds(value, at) for (_, holds), at in limits):
+                allowed = " and ".join(f"{said} {at}" for (said, _), at in limits)
+                raise ValueError(
+                    f"{name}: {one.name} is {value}; it must be a finite number {allowed}".rstrip()
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +163,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def options(self, name: str, values: Mapping[str, Any]) -> Any:
         """Build the options of `name` from these values; None where it has none. Raises ValueError
-        for an unknown name, TypeError for an option that it does not have.
+        for an unknown name and a value out of range, TypeError for an option that it does not have.
         """
         options = self.require(name).options
         return None if options is None else options(**values)

@@ -313,6 +313,7 @@ class ClipCov(Constants):
     upper: float = number(5.0, "Upper bound of the covariance.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.lower >= self.upper:
             raise ValueError(f"`lower` is {self.lower:g}; it must be below `upper`, {self.upper:g}")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import ray
 
-from async_grpo.cluster.session import RaySession
 from async_grpo.errors import SetupError
 from async_grpo.runtime.text import one_line
 
@@ -78,5 +77,7 @@ async def download_everywhere(
 
 
 async def _on_node(model: str, node_id: str) -> int:
+    from async_grpo.cluster.session import RaySession  # which `download` on a node does without
+
     task = ray.remote(download).options(max_retries=1, **RaySession.on_node(node_id))
     return await task.remote(model)

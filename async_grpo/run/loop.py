@@ -183,8 +183,7 @@ class StepTrainer:
         """Inside the block every wait ends when the run fails elsewhere, with that error. step: of
         a learner step as a whole, which ends with Stalled beyond its deadline.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         seconds = self._config.watchdog.step_timeout_s
         limit = None if step is None else STEP_DEADLINES * seconds + STEP_GRACE_S
         deadline = asyncio.timeout(limit)
@@ -192,17 +191,21 @@ class StepTrainer:
         try:
             async with deadline:
                 yield
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            if self._failure is not None:
-                raise self._failure from None
-            raise Stalled(
-                f"learner step {step} took more than {STEP_DEADLINES} times "
-                f"watchdog.step_timeout_s ({seconds:g} s); it was {self.phase}"
-            ) from error
+        except Exception as error:
+            if self._failure is None:
+                if not isinstance(error, TimeoutError) or not deadline.expired():
+                    raise
+                raise Stalled(
+                    f"learner step {step} took more than {STEP_DEADLINES} times "
+                    f"watchdog.step_timeout_s ({seconds:g} s); it was {self.phase}"
+                ) from error
         finally:
             self._deadlines.remove(deadline)
+        self._raise_failure()  # it counts more than what it brought about, and loses no cause
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
         """Set the loop back to a step, with the `row_state` there; None: the initial model."""
@@ -268,6 +271,7 @@ class StepTrainer:
         timeout_s = self._config.watchdog.step_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
+            self._raise_failure()  # a wait that had just ended swallows its cancellation
             batch = await self._queue.get_batch(step)
             if batch is not None:
                 return batch
@@ -283,10 +287,6 @@ class StepTrainer:
                 )
             await self._while_waiting(step)
             await asyncio.sleep(POLL_S)
-            if (
-                self._failure is not None
-            ):  # a call that had just ended has swallowed its cancellation
-                raise self._failure
 
     async def _while_waiting(self, step: int) -> None:
         """Do what there is to do while a batch is waited for."""
@@ -370,6 +370,7 @@ class Loop(StepTrainer):
 
     async def step(self) -> dict[str, float]:
         """Train one learner step; its metrics. Raises LearnerLost behind an interrupted one."""
+        self._raise_failure()
         if self._interrupted:
             number, self._interrupted = self._interrupted, 0
             raise LearnerLost(
@@ -387,8 +388,9 @@ class Loop(StepTrainer):
             try:
                 with self.time.during("working"):
                     sums, metrics = await self._train(batch)
-            except asyncio.CancelledError:  # Ctrl-C in a notebook, which may go on
-                self._interrupted = step
+            except asyncio.CancelledError:
+                if self._failure is None:  # Ctrl-C in a notebook, which may go on
+                    self._interrupted = step
                 raise
             trained = time.perf_counter()
             self.steps_done = step
@@ -436,6 +438,7 @@ class Loop(StepTrainer):
         self.phase = before
 
     async def _publish(self, version: int) -> float:
+        self._raise_failure()
         self.phase = f"publishing version {version}"
         with self.time.during("publishing"):
             waited = await self._publisher.publish(version)

@@ -134,8 +134,7 @@ class RowTask(ABC):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """`seed` is not used: `problem_index` decides the order of problems."""
         self._settings = settings
-        self.notes: list[str] = []
-        """A line for every source of which rows are left out, with examples of malformed ones."""
+        self._notes: list[str] = []
 
     @abstractmethod
     def problem(self, row: dict[str, Any]) -> Problem:
@@ -144,6 +143,11 @@ class RowTask(ABC):
     @abstractmethod
     def score(self, response: str, reference: Any) -> Score:
         """Score one response; see `Task.score`."""
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for every source of which rows are left out, with examples of malformed ones."""
+        return list(self._notes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -197,7 +201,7 @@ class RowTask(ABC):
                 "task.train; name held-out data"
             )
         if left := len(problems) - len(kept):
-            self.notes.append(
+            self._notes.append(
                 f"note: {self._settings.eval}: {left} of {len(problems)} held-out problems have "
                 "the prompt of a training problem, and are left out"
             )
@@ -222,7 +226,7 @@ class RowTask(ABC):
                 f"{found}: {_examples(bad)}. Mend them, or leave them out "
                 f"(task.max_bad_fraction, now {allowed:g})"
             )
-        self.notes.append(
+        self._notes.append(
             f"note: {found} and left out, as task.max_bad_fraction {allowed:g} allows: "
             f"{_examples(bad)}"
         )

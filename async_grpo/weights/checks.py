@@ -269,9 +269,14 @@ class LoadPathCheck:
     async def load_path(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         """Publish perturbed weights to these engines and compare log-probs. Returns metrics."""
         try:
-            return await self._perturb_and_compare(engines)
-        finally:
+            measured = await self._perturb_and_compare(engines)
+        except asyncio.CancelledError:  # a run that ends waits for no rank; its copy ends with it
+            raise
+        except BaseException:
             await self._learner.release()
+            raise
+        await self._learner.release()
+        return measured
 
     async def _perturb_and_compare(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         tolerance = self._tolerance
@@ -392,7 +397,8 @@ class LoadPathCheck:
     async def _within(self, engine: EngineHandle, work: Awaitable[Any]) -> Any:
         seconds = self._config.weight_sync.deadlines.acknowledge_s
         try:
-            return await asyncio.wait_for(work, seconds)
+            async with asyncio.timeout(seconds):  # which swallows no cancellation
+                return await work
         except TimeoutError as error:
             raise TimeoutError(
                 f"the test responses of {engine.actor_id} took longer than "

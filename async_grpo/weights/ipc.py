@@ -1,8 +1,9 @@
 """Weights through CUDA IPC, to engines on the learner's own GPUs: the learner's half.
 
-Runs in: learner ranks, each of which shares its GPU with one engine. The engines' half is
-`worker.IpcEngine`. Every rank keeps one copy of the weights on its GPU, which its engine maps and
-reads without a way through the host; a publication is complete before the next is staged.
+Runs in: learner ranks, each of which shares its GPU with one engine. The engines' half is the
+engine's own (`rollout/engine/vllm/worker.py`). Every rank keeps one copy of the weights on its GPU,
+which its engine maps and reads without a way through the host; a publication is complete before the
+next is staged.
 """
 
 from __future__ import annotations

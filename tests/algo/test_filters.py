@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -254,3 +256,14 @@ def test_what_a_response_lacks_is_named() -> None:
         with pytest.raises(ValueError, match=said):
             rejection(group, rule, Shaping({"correct": 1.0}, 10))
     assert rejection(group, FilterRule(), Shaping({"correct": 1.0}, 10)) == "all_equal"
+
+
+def test_filters_and_queue_do_without_torch() -> None:
+    code = (
+        "import sys, async_grpo.algo.filters, async_grpo.replay.queue; print(sorted({'torch', "
+        "'ray', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.algo.rewards import overlong_penalty, score
+from async_grpo.algo.rewards import overlong_penalty, score, zero_variance
 from tests.support.algo_case import fast
 
 
@@ -46,3 +48,13 @@ def test_overlong_penalty_refuses_an_impossible_buffer() -> None:
     for buffer, factor in ((0, 1.0), (41, 1.0), (4, -1.0)):
         with pytest.raises(ValueError, match="overlong"):
             overlong_penalty(1, max_length=40, buffer_length=buffer, factor=factor)
+
+
+def test_zero_variance() -> None:
+    assert (
+        zero_variance([0.1, 0.1, 0.1]) and zero_variance([5.0]) and zero_variance([1.0, 1.0 + 9e-7])
+    )
+    assert not zero_variance([0.0, 1.0]) and not zero_variance([1.0, 1.0 + 2e-6])
+    assert zero_variance([0.0, 1.0], tolerance=1.0)
+    with pytest.raises(ValueError, match="finite"):
+        zero_variance([1.0, math.nan])

@@ -148,3 +148,9 @@ def test_nothing_heavy_is_imported_for_the_page() -> None:
         cwd=pages.DOCS,
     )
     assert not {"torch", "ray", "vllm", "numpy"} & set(done.stdout.split())
+
+
+def test_a_name_without_a_definition_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_page, "SECTIONS", {"Tasks": ("", {"tasks.base": "Prompt walk"})})
+    with pytest.raises(KeyError, match="walk"):
+        api_page.render()

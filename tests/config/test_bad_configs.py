@@ -178,10 +178,6 @@ def test_every_mutant_is_answered_in_words(tmp_path: Path) -> None:
             continue
         refused[str(mutant)] = message
         kinds.setdefault(mutant.key, set()).add(mutant.kind)
-        if mutant.kind in ("wrong type", "out of range"):
-            assert f"`{mutant.key}" in message and "allowed is" in message, message
-            if "list" not in settings()[mutant.key].allowed:  # and no name of a kind of value
-                assert f"`{mutant.key}` is" in message, message
         assert len(message.splitlines()) <= 2 and len(message) <= 1500, f"{mutant}: {message}"
         assert all(letter.isprintable() or letter == "\n" for letter in message), (
             f"{mutant}: {message!r}"

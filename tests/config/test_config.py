@@ -383,12 +383,35 @@ def test_the_first_of_several_problems_is_told_and_the_others_are_counted(base: 
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", list(settings()))
+def test_every_key_refuses_a_wrong_type(name: str, base: Path) -> None:
+    for wrong in ("[1, x]", "7" if "text" in settings()[name].allowed else '"\\e[31m many words"'):
+        message = refused(base, f"{name}={wrong}")
+        assert f"`{name}" in message and "allowed is" in message
+        if "list" not in settings()[name].allowed:
+            assert f"`{name}` is" in message, "and no name of a kind of value"
+
+
 @pytest.mark.parametrize(
     "name", [name for name, setting in settings().items() if "mapping" not in setting.allowed]
 )
 def test_every_key_has_neighbours_that_do_not_exist(name: str, base: Path) -> None:
     message = refused(base, f"{name}_=1")
     assert f"`{name}_` is not a setting" in message and f"Did you mean `{name}" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, setting in settings().items()
+        if not setting.section and " >" in setting.allowed
+    ],
+)
+def test_every_number_refuses_what_is_out_of_its_range(name: str, base: Path) -> None:
+    wrong = "[-1.0, -1.0]" if "list" in settings()[name].allowed else "-1"
+    message = refused(base, f"{name}={wrong}")
+    assert f"`{name}" in message and "allowed is" in message
 
 
 # ---- rules

@@ -19,6 +19,8 @@ from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from tests.support.waiting import alive, wait_until_gone
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 STEP_S = 1.0
 
 

@@ -425,3 +425,24 @@ def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
 def test_two_ranks_equal_one_for_every_zero_stage(models: dict[str, str], tmp_path: Path) -> None:
     ports = [free_port() for _ in range(8)]
     run_ranks(rank_main, ports, str(tmp_path), models, seconds=DEADLINE_S)
+
+
+def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> None:
+    for keys, name in (
+        ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
+    ):
+        config = config_of(models, 1)
+        config = config.unchecked_copy(
+            update={"learner": config.learner.unchecked_copy(update={"deepspeed": keys})}
+        )
+        with pytest.raises(ValueError, match=name):
+            deepspeed_config(config, dtype=torch.float32, world_size=1, device="cpu")
+    merged = deepspeed_config(config_of(models, 2), dtype=torch.float32, world_size=2, device="cpu")
+    assert merged["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": False,
+        "stage3_param_persistence_threshold": 0,
+    }
+    gpu = deepspeed_config(config_of(models, 2), dtype=torch.bfloat16, world_size=2, device="cuda")
+    assert "overlap_comm" not in gpu["zero_optimization"]  # DeepSpeed knows when it pays

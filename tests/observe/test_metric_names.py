@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from async_grpo.algo.losses import Clip, policy_loss
@@ -110,3 +111,16 @@ def test_every_name_that_mlflow_shows_is_a_metric() -> None:
             ones = [inner[1] + one for one in inner[2].split("|")] if inner else [part]
             for one in ones:
                 assert any(re.fullmatch(one, name) for name in names), one
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("| `lag_mean`, `lag_max` | ... |", {"train/lag_mean", "train/lag_max"}),
+        ("| `rejected`, `rejected/a`, `/b` |", {"train/rejected", "train/rejected/a"}),
+        ("no path in `replay/ready` below `loss`", {"replay/ready"}),
+    ],
+)
+def test_the_page_is_read(line: str, names: set[str]) -> None:
+    assert names <= explained(f"## `train/`: tokens\n\n{line}\n## else\n`other`")
+    assert "train/other" not in explained(f"## `train/`: tokens\n{line}\n## else\n`other`")

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -819,3 +820,56 @@ def test_rewards_have_columns_of_their_own(tmp_path: Path) -> None:
     assert _rows(tmp_path, "samples.jsonl") == [
         {"step": 3, "prompt": "1+1=", "lag": 2, "reward/correct": 1.0, "reward/format": "nan"}
     ]
+
+
+def test_a_run_that_was_killed_is_completed_by_sync_or_by_the_next_one(
+    finished: tuple[Tracker, Path], tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    uri, program = (
+        finished[0].uri,
+        f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.support.models import write_model
+from tests.support.mlflow_server import Begins, _tracker, _until
+tracker = _tracker(Path({str(tmp_path)!r}), uri={finished[0].uri!r}, kind=Begins)
+tracker.start()
+tracker.log(1, {{"score": 0.5}})
+_until(lambda: tracker.unsent == 0, "the first row is sent")
+Begins.silent = True
+tracker.log(2, {{"score": 0.6}})
+with open({str(tmp_path / "metrics.jsonl")!r}, "a") as file:
+    file.write('{{"step": 3, "ti')
+print(tracker.run_id, flush=True)
+os.kill(os.getpid(), 9)
+""",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        cwd=ROOT,
+        timeout=WITHIN_S,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL
+    killed = done.stdout.strip()
+    assert _status(uri, killed) == "RUNNING"
+    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    assert sync(copy)[-1] == f"MLflow run {killed} at {uri} is complete: KILLED"
+    assert _status(uri, killed) == "KILLED" and len(_history(uri, killed)) == 2
+    MlflowClient(uri).update_run(killed, status="RUNNING")
+    tracker = _tracker(tmp_path, uri=uri)
+    tracker.start()
+    tracker.log(1, {"score": 0.7})
+    tracker.finish("FINISHED")
+    assert _status(uri, killed) == "KILLED" and [point[:2] for point in _history(uri, killed)] == [
+        (1, 0.5),
+        (2, 0.6),
+    ]
+    assert tracker.run_id != killed and _status(uri, tracker.run_id) == "FINISHED"
+    assert [point[:2] for point in _history(uri, tracker.run_id)] == [(1, 0.7)]
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 1]

@@ -386,6 +386,40 @@ def test_a_failure_ends_training_at_once() -> None:
     asyncio.run(scenario())
 
 
+def test_a_failure_counts_more_than_what_it_brings_about() -> None:
+    """It is no interrupted step, and keeps the error that caused it."""
+    cause = KeyError("what really happened")
+
+    async def scenario() -> None:
+        run = Fakes(config(timeout_s=1000))
+        run.training = asyncio.Event()
+        waiting = asyncio.create_task(run.loop.step())
+        while "prepare" not in run.events:
+            await asyncio.sleep(0)
+        try:
+            raise FaultBudgetSpent("the actors died") from cause
+        except FaultBudgetSpent as error:
+            run.loop.fail(error)
+        for step in (waiting, run.loop.step(), run.loop.repeat(9, recorded={}, digest=str)):
+            with pytest.raises(FaultBudgetSpent) as raised:
+                await step
+            assert raised.value.__cause__ is cause
+
+    async def at_once() -> None:
+        run = Fakes(config(timeout_s=1000))
+
+        async def publish(version: int) -> float:
+            run.loop.fail(FaultBudgetSpent("the actors died"))
+            raise LearnerLost("a rank complains")
+
+        run.publish = publish
+        with pytest.raises(FaultBudgetSpent):
+            await run.loop.step()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(at_once(), 30))
+
+
 def test_a_step_that_was_interrupted_is_not_gone_on_with() -> None:
     """The ranks may be anywhere in it: they are brought back, as after a death."""
 

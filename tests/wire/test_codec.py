@@ -846,3 +846,51 @@ def test_mutated_frames_are_refused_or_whole(count: int) -> None:
         group = decode_group(frame)
         check_whole(group, meta)
     assert 0 < accepted < count / 2, "both outcomes occur"
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=120)
+@given(value=values, data=st.data())
+def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
+    frame = frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
+
+    def change(header: dict) -> None:
+        at: dict | list = header
+        while True:
+            key = (
+                data.draw(st.sampled_from(sorted(at)))
+                if isinstance(at, dict)
+                else data.draw(st.integers(0, len(at) - 1))
+            )
+            if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
+                at = at[key]
+                continue
+            at[key] = value
+            return
+
+    try:
+        meta = decode_meta(with_columns(frame, change))
+    except WireError:
+        return
+    numbers = [meta.group_id, meta.attempt, meta.policy_version, *meta.prompt_lengths]
+    numbers += [
+        number
+        for row in meta.rows
+        for number in (row.length, row.context, row.min_version, row.max_version)
+    ]
+    assert all(type(number) is int and number >= 0 for number in numbers)
+    assert sum(meta.prompt_lengths) + sum(row.length + row.context for row in meta.rows) == 11
+    assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)

@@ -252,8 +252,10 @@ def steps(run_dir: Path) -> list[int]:
 def prune(run_dir: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and what is older; what was removed.
 
-    Newer unfinished directories stay: one may be being written. keep: at least 1.
+    Newer unfinished directories stay: one may be being written. Raises ValueError for keep < 1.
     """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
     complete = steps(run_dir)
     if not complete:
         return []

@@ -24,6 +24,8 @@ from async_grpo.config.endpoint import EndpointConfig
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 LOOK = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 

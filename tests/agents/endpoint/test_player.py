@@ -26,6 +26,8 @@ from tests.support.programs import PLAIN, config_of, play, playing, script
 from tests.support.scripted_policy import Letters, Saying
 from tests.support.waiting import alive, wait_until, wait_until_gone
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 PRELOADED = pytest.mark.parametrize("preload", [[], ["openai"]], ids=["plain", "preloaded"])
 
 

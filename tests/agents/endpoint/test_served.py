@@ -21,6 +21,8 @@ from async_grpo.rollout.episodes import as_rows
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 
 def request(messages: list[Message], *, retried: bool = False, **more: Any) -> ChatRequest:
     body = json.dumps({"model": "m", "messages": messages} | more).encode()

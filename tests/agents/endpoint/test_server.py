@@ -21,6 +21,8 @@ from async_grpo.rollout.engine.base import EngineError
 from tests.support.scripted_policy import Letters
 from tests.support.served_episodes import Policy, served
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 ASK = [{"role": "user", "content": "a?"}]
 
 
@@ -417,3 +419,10 @@ async def test_an_engine_that_fails_is_no_answer() -> None:
     async with opened(policy) as one:
         reply = await one.post()
         assert reply.status_code == 503 and "it is gone" in reply.json()["error"]["message"]
+
+
+async def test_settings_of_a_client_are_refused_where_that_is_configured() -> None:
+    async with opened(Policy("one"), sampling="refuse") as one:
+        body = json.dumps({"model": "m", "messages": ASK, "temperature": 0.5, "seed": 1}).encode()
+        reply = await one.post(body)
+        assert reply.status_code == 400 and "temperature, seed" in reply.json()["error"]["message"]

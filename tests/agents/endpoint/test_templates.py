@@ -13,6 +13,8 @@ from async_grpo.rollout.chat_format import Message, TemplateFormat
 from tests.support.chat_templates import TEMPLATES, tokenizer_of
 from tests.support.served_episodes import Policy, served
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 LOOP = "{% for m in messages %}"
 CHATML = TEMPLATES["chatml"].text
 FAILS = {

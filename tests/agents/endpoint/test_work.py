@@ -28,6 +28,8 @@ from async_grpo.tasks.base import Problem
 from tests.support.programs import config_of, served_player
 from tests.support.scripted_policy import Letters, Saying
 
+pytestmark = pytest.mark.timeout(90)  # they wait for each other
+
 WORKER = Path(__file__).parents[3] / "examples" / "workers" / "worker.py"
 AGENT = WORKER.parents[1] / "openai_loop" / "agent.py"
 WORTH = {"rewards": {"correct": 1.0}, "verdict": 1}

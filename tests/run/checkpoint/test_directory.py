@@ -80,6 +80,8 @@ def test_prune_keeps_complete_checkpoints_and_what_is_being_written(tmp_path: Pa
         new_draft.name,
     }
     assert checkpoint.prune(tmp_path / "nothing", 1) == []
+    with pytest.raises(ValueError, match="at least 1"):
+        checkpoint.prune(tmp_path, 0)
 
 
 def test_later_checkpoints_are_set_aside_and_neither_found_nor_pruned(tmp_path: Path) -> None:

@@ -540,3 +540,25 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
     assert [what for what, _ in done] == ["conclude", "report", "finish"] and dict(done)[
         "report"
     ], "it tells of the end"
+
+
+BROWSERS = [
+    path
+    for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+    if (path := shutil.which(name))
+]
+
+
+@pytest.mark.skipif(
+    not BROWSERS, reason="no Chromium is installed here; the parser has checked the page"
+)
+def test_a_browser_opens_it(run_dir: Path) -> None:
+    page = run_dir / "report" / "report.html"
+    done = subprocess.run(
+        [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert all(f'<section id="{name}">' in done.stdout for name in SECTIONS)

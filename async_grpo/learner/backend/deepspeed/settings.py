@@ -5,20 +5,25 @@ Runs in: learner ranks. Hides DeepSpeed's names.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
 
 
 def deepspeed_config(
     config: Config, *, dtype: torch.dtype, world_size: int, device: str
 ) -> dict[str, Any]:
-    """Build the policy's DeepSpeed configuration; keys that are set here are refused by the checks
-    of the configuration. Raises ValueError for bfloat16 without ZeRO.
-    """
+    """Build the policy's DeepSpeed configuration. Raises ValueError for keys the learner sets."""
     learner = config.learner
+    refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
+    if refused:
+        raise ValueError(
+            f"learner.deepspeed may not set {', '.join(refused)}: the learner sets it from "
+            "the other settings; remove it"
+        )
     if dtype == torch.bfloat16 and learner.zero_stage == 0:
         raise ValueError(
             "learner.zero_stage 0 would add up gradients in bfloat16; set "
@@ -55,6 +60,13 @@ def _common(stage: int, *, dtype: torch.dtype, world_size: int, device: str) -> 
         "zero_optimization": {"stage": stage, **overlap},
         "steps_per_print": 10**9,
     }
+
+
+def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
 
 
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

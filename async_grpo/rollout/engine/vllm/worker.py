@@ -388,4 +388,5 @@ def _outcome(work: Callable[[], None]) -> dict[str, str]:
 
 stacks.register_child("engine")
 for _engine in (SharedMemoryEngine, IpcEngine, NcclEngine):
-    WeightTransferEngineFactory.register_engine(transfer_name(_engine.transport), _engine)
+    if transfer_name(_engine.transport) not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(transfer_name(_engine.transport), _engine)
