@@ -218,7 +218,7 @@ def test_where_a_thread_is() -> None:
         "Current thread 0x2 (most recent call first):\n  File "
         '"/x/torch/distributed/c10d.py", line 7 in all_reduce\n'
         '  File "/y/async_grpo/learner/learner.py", line 8 in _update\n  File '
-        '"/y/async_grpo/cluster/processes.py", line 9 in call\n'
+        '"/y/async_grpo/cluster/learner_group.py", line 9 in call\n'
     )
     assert stacks.where(text) == [
         "_update (learner/learner.py:8), inside all_reduce (distributed/c10d.py:7)"
@@ -384,12 +384,14 @@ def test_a_rank_outside_the_collective_is_the_late_one() -> None:
         ],
     )
     change(
-        given, "learner-1", where=["_fetch (cluster/processes.py:9), inside get (ray/worker.py:1)"]
+        given,
+        "learner-1",
+        where=["_fetch (cluster/learner_group.py:9), inside get (ray/worker.py:1)"],
     )
     _, found = diagnose.conclude(given)
     assert found == [
         "the learner's call train has been waiting for learner-1 (pid 4), in _fetch "
-        "(cluster/processes.py:9), inside get (ray/worker.py:1) for 40 s"
+        "(cluster/learner_group.py:9), inside get (ray/worker.py:1) for 40 s"
     ]
     change(
         given,
