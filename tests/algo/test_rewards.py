@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.algo.rewards import overlong_penalty, score, zero_variance
+from async_grpo.algo.filters import zero_variance
+from async_grpo.algo.rewards import overlong_penalty, score
 from tests.support.algo_case import fast
 
 

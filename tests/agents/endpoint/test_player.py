@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from async_grpo.agents.program import Program
-from async_grpo.agents.program_process import KEPT, ProgramProcess
+from async_grpo.agents.program_process import KEPT, _Pipes
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.episodes import Episode, EpisodePlayer
@@ -367,14 +367,14 @@ async def test_a_program_that_is_being_begun_is_ended_too(
     how: str, preload: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what it has started meanwhile: the environment does not know it yet."""
-    pids, opened = tmp_path / "pids", ProgramProcess.listen
+    pids, opened = tmp_path / "pids", _Pipes.open
 
     async def slow(*arguments: Any, **more: Any) -> None:
         while not said(pids):
             await asyncio.sleep(0.02)
         await opened(*arguments, **more)
 
-    monkeypatch.setattr(ProgramProcess, "listen", slow)
+    monkeypatch.setattr(_Pipes, "open", slow)
     config = config_of([*script("failing"), "leaves_and_hangs", str(pids)])
     options = config.task.options | {"preload": preload, "variables": {"OFFLINE": "1"}}
     task = Program(config.task.unchecked_copy(update={"options": options}), 0)
