@@ -198,12 +198,14 @@ def test_bad_input_is_one_clear_message_before_anything_starts(
 def test_there_is_one_console(config, monkeypatch):
     """A second one would not know of the panel of the first, and write into it."""
     seen = []
-    monkeypatch.setattr(
-        ending,
-        "guarded",
-        lambda trainer, console, work: seen.append((trainer.console, console)) or 0,
-    )
-    assert check([str(config)]) == 0
+
+    def ends(trainer, console):
+        seen.append((trainer.console, console))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(ending, "guarded", ends)
+    with pytest.raises(SystemExit):
+        check([str(config)])
     assert seen[0][0] is seen[0][1]
 
 
