@@ -327,7 +327,12 @@ class Chaos:
                 again.append(time.monotonic())
             return bool(again) and self.server._answers() and self._advanced(again[0])
 
-        return self.server.kill, recovered, set()
+        def blow() -> float:
+            at = time.monotonic()  # engines may finish their groups before the server is gone
+            self.server.kill()
+            return at
+
+        return blow, recovered, set()
 
 
 def signal_to(pid: int, kind: str) -> Callable[[], None]:
