@@ -328,7 +328,7 @@ def test_waiting_for_groups_ends_when_asked() -> None:
         loop._config = SimpleNamespace(watchdog=SimpleNamespace(step_timeout_s=60.0))
         loop._queue, loop._publisher = Queue(), Publisher()
         loop.stopping = loop._repeating = False
-        loop._failure = asyncio.get_running_loop().create_future()
+        loop._failure = None
         await asyncio.wait_for(loop._take(1), 30)
 
     began = time.monotonic()
