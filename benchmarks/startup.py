@@ -32,7 +32,7 @@ from benchmarks.harness import (
 
 START_AIM_S = 25.0
 TIMEOUT_S = 600.0
-_PHASE = re.compile(r"^(?P<name>.+) \.\.\.(?: (?P<seconds>[\d.]+) s)?$")
+_PHASE = re.compile(r"^(?P<name>.+) \.\.\. (?P<seconds>[\d.]+) s$")
 _STEP = re.compile(r"^step +1/")
 BEFORE, FIRST = "until the first line (imports, checks)", "first learner step"
 
@@ -64,10 +64,9 @@ def read(lines: list[tuple[float, str]], total: float) -> Start:
         found = _PHASE.match(line)
         if found is None:
             continue
-        if found["seconds"] is None:
-            phases["between phases"] = phases.get("between phases", 0.0) + at - covered_until
-        else:
-            phases[found["name"]] = at - covered_until
+        took = min(float(found["seconds"]), at - covered_until)  # it is rounded
+        phases["between phases"] = phases.get("between phases", 0.0) + at - covered_until - took
+        phases[found["name"]] = took
         covered_until = at
     else:
         raise RuntimeError(

@@ -102,6 +102,7 @@ class Evaluations:
             ) from error
         seconds = time.perf_counter() - started
         result = self._metrics(outcomes, seconds=seconds, waited=seconds)
+        self._listener.note(f"held-out accuracy at step {step}: {_accuracies(result)}")
         return result, self._samples.shown(step, rows)
 
     async def begin(self, total: int, done: WhenDone) -> None:
@@ -242,8 +243,8 @@ class Evaluations:
             self._failures.fail(error)
 
 
-def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
-    """Line for the user about one evaluation."""
+def _accuracies(result: dict[str, float]) -> str:
+    """Say what an evaluation found."""
     names = [
         name
         for name in result
@@ -255,13 +256,17 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
         f"{result[name]:.1%}"
         for name in names
     ]
-    found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
+    return ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
+
+
+def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
+    """Line for the user about an evaluation while the run trains."""
     who = (
         f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while publications waited"
     )
     return (
-        f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "
-        f"waited {result['eval/learner_waited_s']:.1f} s)"
+        f"evaluated step {step} {who}: {_accuracies(result)} ({result['eval/seconds']:.1f} s; the "
+        f"learner waited {result['eval/learner_waited_s']:.1f} s)"
     )
 
 

@@ -45,7 +45,7 @@ def guarded(trainer, console: Console) -> Iterator[Ending]:
         try:
             yield ending
         except StopRequested:  # during the start
-            trainer.stop("KILLED")
+            trainer.stop("FINISHED")
             console.info(STOPPED_EARLY)
         done, code = True, 0
     except Exception as error:  # noqa: BLE001 - every error ends the run, explained

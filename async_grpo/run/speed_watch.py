@@ -60,7 +60,3 @@ class SpeedWatch:
             return {}
         self._forecast.write()
         return self._forecast.errors()
-
-    def compared(self) -> str:
-        """Say how far the run is from what was expected of it, or ""."""
-        return "" if self._forecast is None else self._forecast.compared()

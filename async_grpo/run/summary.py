@@ -28,8 +28,6 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows += goodput(trainer.system.loop.latest, scope=scope(trainer, "whole run"))
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
-    if trainer.speed is not None and (compared := trainer.speed.compared()):
-        rows.append(("predicted", compared))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
 
 
@@ -92,7 +90,8 @@ def _scores(loop: Loop) -> str:
     part = max(1, len(loop.scores) // 10)
     first, last = (sum(some) / part for some in (loop.scores[:part], loop.scores[-part:]))
     flat = "; the last step had nothing to learn from: no response better than its group's others"
-    return f"{first:.2f} -> {last:.2f}" + flat * nothing_to_learn(loop.latest)
+    means = "mean reward of the first and of the last tenth of the steps"
+    return f"{first:.2f} -> {last:.2f}: {means}" + flat * nothing_to_learn(loop.latest)
 
 
 def _learner_time(spent: LearnerTime) -> str:
@@ -124,8 +123,14 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         (
             checks["weights/probes"],
             "weights checked",
-            f"{counted(checks['weights/probes'], 'time')} while training; engines and learner "
-            f"differ by {checks['weights/drift']:.1e} at most",
+            f"{counted(checks['weights/probes'], 'time')} while training; log-probs of engines and "
+            f"learner differ by {checks['weights/drift']:.1e} at most",
+        ),
+        (
+            times.caches_kept or times.caches_recomputed,
+            "KV caches",
+            f"kept {counted(times.caches_kept, 'time')}, computed again "
+            f"{counted(times.caches_recomputed, 'time')}",
         ),
         (
             times.repeated or times.dropped,

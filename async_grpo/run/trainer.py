@@ -144,11 +144,8 @@ class Trainer:
             config, self._facts, note=console.info
         )
         self._directory.begin(config, console)
-        console.info(
-            f"staleness bound: {counted(config.replay.max_staleness, 'learner step')}, "
-            f"{counted(config.max_lag_updates, 'optimizer update')}; at most "
-            f"{config.max_outstanding} groups under way"
-        )
+        steps = counted(self.total_steps, "learner step")
+        console.info(f"run {config.run.name}: {steps}; everything it writes is in {self.run_dir}")
         model_dir = made_model(config, note=console.info, check=self._stop_requested.check)
         notes = self.model_notes
         if notes is None:  # the model has just been made
@@ -420,11 +417,11 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         status: Status = "FAILED"
-        if error is None:
+        if error is None or isinstance(error, StopRequested):
             status = "FINISHED"
         elif isinstance(error, SystemExit):
-            status = "FAILED" if error.code else "KILLED"
-        elif isinstance(error, StopRequested | KeyboardInterrupt):
+            status = "FAILED" if error.code else "FINISHED"
+        elif isinstance(error, KeyboardInterrupt):
             status = "KILLED"
         self.stop(status)
 

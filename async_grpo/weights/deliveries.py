@@ -45,7 +45,7 @@ ATTEMPTS = 3
 class PublicationTimes:
     """Sums over the publications so far: seconds that the learner waited, that engines were paused
     (mean over engines) and until live; tokens that running responses had to compute again, and
-    whose caches they kept; how often an engine kept caches; publications repeated and engines
+    whose caches they kept; how often an engine did either; publications repeated and engines
     dropped because of a fault.
     """
 
@@ -56,6 +56,7 @@ class PublicationTimes:
     recomputed_tokens: int = 0
     kept_tokens: int = 0
     caches_kept: int = 0
+    caches_recomputed: int = 0
     repeated: int = 0
     dropped: int = 0
 
@@ -67,6 +68,7 @@ class PublicationTimes:
         self.recomputed_tokens += sum(receipt.recomputed_tokens for receipt in receipts)
         self.kept_tokens += sum(receipt.kept_tokens for receipt in receipts)
         self.caches_kept += sum(receipt.kept_tokens > 0 for receipt in receipts)
+        self.caches_recomputed += sum(receipt.recomputed_tokens > 0 for receipt in receipts)
 
     def metrics(self) -> dict[str, float]:
         """Means per publication, and counts."""
@@ -122,7 +124,7 @@ class WeightDelivery(ABC, Generic[Engine]):
         self._connected: set[str] = set()
         self._group: set[str] = set()
         """Engines that receive together, also those that are away; of a push alone."""
-        self._caches: dict[str, str] = {}
+        self._said_caches = False
         self.lock = asyncio.Lock()
         """Held while weights are on their way."""
         self.joining = asyncio.Lock()
@@ -182,7 +184,7 @@ class WeightDelivery(ABC, Generic[Engine]):
             if strict:
                 require_complete(outcome, Stalled)
             self.times.add(outcome)
-            self._say_choices(announcement, outcome)
+            self._say_first_choice(outcome)
             self._note_done(outcome)
             await self._drop(outcome.lost)
             left = [engine for engine in engines if engine.actor_id in outcome.failed]
@@ -270,13 +272,16 @@ class WeightDelivery(ABC, Generic[Engine]):
             self.times.dropped += 1
             await self._engines.drop(actor_id, error)
 
-    def _say_choices(self, announcement: Announcement, outcome: DeliveryOutcome) -> None:
-        """Log what an engine did to running responses, where it is not what it did before."""
-        for actor_id, receipt in outcome.done.items():
-            choice = receipt.kv_cache.partition(":")[0]
-            if self._caches.get(actor_id, "") not in ("", choice):
-                self._listener.note(f"{actor_id} at {announcement.label}: {receipt.kv_cache}")
-            self._caches[actor_id] = choice
+    def _say_first_choice(self, outcome: DeliveryOutcome) -> None:
+        """Log once what became of the KV caches of running responses; later ones are counted."""
+        for receipt in outcome.done.values():
+            running = receipt.kept_tokens or receipt.recomputed_tokens
+            if running and receipt.kv_cache and not self._said_caches:
+                self._said_caches = True
+                self._listener.note(
+                    "first weight sync while responses are running: their KV caches are "
+                    f"{receipt.kv_cache}; the summary counts every choice"
+                )
 
     async def _ask(
         self,

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import read_status, read_timeline
+from tests.support.waiting import wait_until
 
 
 class Clock:
@@ -58,30 +60,37 @@ def test_plain_step_lines_are_rare_and_complete() -> None:
     console = Console(stream, clock=clock)
     for step in range(1, 101):
         console.logged(step, 100, METRICS)
-        clock.now += 0.125
+        clock.now += 0.25
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [
-        "1/100",
-        "17/100",
-        "33/100",
-        "49/100",
-        "65/100",
-        "81/100",
-        "97/100",
-        "100/100",
-    ]
+    assert [line.split()[1] for line in lines] == ["1/100", "41/100", "81/100", "100/100"]
     assert lines[-1] == (
         "step 100/100  score 0.50  accuracy 37%  lag 0.81  max 1  length 4.2  412 tok/s  idle 12%"
     )
 
 
-def test_a_verdict_is_a_line_when_it_is_another_one_and_every_half_minute() -> None:
+def test_the_last_step_of_a_run_that_ends_early_is_printed_once() -> None:
+    stream = io.StringIO()
+    console = Console(stream, clock=Clock())
+    for step in range(1, 8):
+        console.logged(step, 100, METRICS)
+    console.error("a disk is gone")
+    for _ in range(2):
+        console.end(4, "a disk is gone")
+    lines = stream.getvalue().splitlines()
+    assert [line.partition("  score")[0] for line in lines] == [
+        "step   1/100",
+        "error: a disk is gone",
+        "step   7/100",
+    ]
+
+
+def test_a_verdict_is_a_line_when_it_is_another_one_after_half_a_minute() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, clock=clock)
     for second in range(70):
         clock.now = 100.0 + second
         console.verdict(kind="learner" if second < 20 else "engines", text=f"at {second}")
-    assert stream.getvalue().splitlines() == [f"verdict: at {second}" for second in (0, 20, 50)]
+    assert stream.getvalue().splitlines() == [f"verdict: at {second}" for second in (0, 30)]
 
 
 def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +145,27 @@ def test_phases_report_seconds_and_failures() -> None:
     with pytest.raises(OSError, match="gone"), console.phase("saving"):
         clock.now += 1.5
         raise OSError("gone")
+    console.stopping()
+    with pytest.raises(StopRequested), console.phase("evaluating"):
+        raise StopRequested("the run was asked to end")
     assert stream.getvalue().splitlines() == [
-        "starting 1 engine ...",
         "starting 1 engine ... 14.2 s",
-        "saving ...",
         "saving ... failed after 1.5 s",
+        "evaluating ... stopped after 0.0 s",
+    ]
+
+
+def test_a_long_phase_says_that_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.observe.console.console._PLAIN_INTERVAL_S", 0.01)
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    with console.phase("starting 1 engine"):
+        clock.now += 10.0
+        wait_until(stream.getvalue, 10, "a line")
+        clock.now += 4.0
+    assert stream.getvalue().splitlines() == [
+        "starting 1 engine ... 10 s so far",
+        "starting 1 engine ... 14.0 s",
     ]
 
 
@@ -347,8 +372,6 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
     )
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["starting engines ...", lines[1]] and lines[1].startswith(
-        "starting engines ... 0."
-    )
+    assert lines[0].startswith("starting engines ... 0.")
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "30/30"]
     assert lines[-2:] == ["finished", "  accuracy   37 % -> 91 %"]

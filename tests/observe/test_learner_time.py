@@ -208,6 +208,7 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
     evaluations = [(0, before), (2 * STEPS, before | {"eval/accuracy_greedy": 0.5})]
     told = summary(run.loop, resumed_at=STEPS, evaluations=evaluations)
     assert told["held-out accuracy, greedy"] == f"25.0% -> 50.0% after step {2 * STEPS}"
+    assert told["KV caches"] == "kept 1 time, computed again 206 times"
     assert {name for name in told if name.endswith(", this start")} == {
         f"{name}, this start"
         for name in (

@@ -268,7 +268,7 @@ def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
 
     with guarded(trainer, Console()) as ended:
         raise StopRequested("the run was asked to end")
-    assert ended.code == 0 and trainer.stopped == ["KILLED"]
+    assert ended.code == 0 and trainer.stopped == ["FINISHED"]
     assert capsys.readouterr().out.splitlines() == [
         STOPPED_EARLY,
         f"exit code 0: {EXIT_MEANING[0]}",

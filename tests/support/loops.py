@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from async_grpo.config.schema import Config
+from async_grpo.weights.deliveries import PublicationTimes
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 GROUPS, ROWS, LIMIT = 4, 3, 16
@@ -54,7 +55,9 @@ def config(
 def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespace:
     """A trainer that a closing table can be made of. facts: replace what it says by itself."""
     coordinator = SimpleNamespace(
-        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
+        times=PublicationTimes(
+            count=4, learner_waited=0.4, repeated=1, caches_kept=1, caches_recomputed=206
+        ),
         weight_metrics=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
     )
     system = SimpleNamespace(
@@ -72,7 +75,6 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
         "tracker": None,
         "run_dir": Path("/runs/r"),
         "verdict": None,
-        "speed": SimpleNamespace(compared=str),
         "evaluations": [],
     }
     return SimpleNamespace(**told | facts)

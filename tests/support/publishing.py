@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.config.schema import Config
+from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support.listener import RecordingListener
@@ -120,6 +121,8 @@ class FakeEngine:
     label: str = "unpublished"
     weight: float = 1.0
     deaf: bool = False
+    recomputed_tokens: int = 7
+    kept_tokens: int = 0
     kv_cache: str = ""
     noise: float = 0.0
     error: BaseException | None = None
@@ -158,7 +161,11 @@ class FakeEngine:
         if not self.deaf:
             self.weight = announcement.payload["weight"]
         return Receipt(
-            self.label, seconds={"total": 0.25}, recomputed_tokens=7, kv_cache=self.kv_cache
+            self.label,
+            seconds={"total": 0.25},
+            recomputed_tokens=self.recomputed_tokens,
+            kept_tokens=self.kept_tokens,
+            kv_cache=self.kv_cache,
         )
 
     async def attend(self, announcement: Announcement) -> Receipt:
@@ -191,6 +198,7 @@ class Fixture:
         backend: str = "shared_memory",
         moves: float = 1.0,
         exact: bool = True,
+        listener: RunListener | None = None,
     ) -> None:
         self.events: list[str] = []
         self.learner = FakeLearner(self.events, moves=moves, backend=backend)
@@ -206,7 +214,7 @@ class Fixture:
             backend=backend,
             live=self.live,
             exact=exact,
-            listener=self.listener,
+            listener=listener or self.listener,
         )
 
     def alive(self) -> tuple[FakeEngine, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_grpo.run.checkpoint import directory as checkpoint
 from tests.support.models import write_model
 from tests.support.waiting import wait_until
 
@@ -75,7 +75,7 @@ def test_the_core_trains_evaluates_is_killed_and_resumes(checkout: Path) -> None
     run = begun(checkout, first, "run.total_steps=100000")
     try:
         wait_until(
-            lambda: "checkpoint of step 4" in first.read_text() or run.poll() is not None,
+            lambda: 4 in checkpoint.steps(checkout / "run") or run.poll() is not None,
             150,
             "a checkpoint",
             log=first,
@@ -84,7 +84,7 @@ def test_the_core_trains_evaluates_is_killed_and_resumes(checkout: Path) -> None
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait(timeout=30)
-    reached = max(map(int, re.findall(r"checkpoint of step (\d+)", first.read_text())))
+    reached = max(checkpoint.steps(checkout / "run"))
 
     run = begun(checkout, second, f"run.total_steps={reached + STEPS}")
     assert run.wait(timeout=150) == 0, second.read_text()

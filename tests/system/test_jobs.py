@@ -390,11 +390,7 @@ def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_tim
         working_dir=package,
         RAY_JOB_STOP_WAIT_TIME_S="0",
     )
-    job.wait_until(
-        lambda: "step      2/" in job.log() or "checkpoint of step 2" in job.log(),
-        180,
-        "a checkpoint",
-    )
+    job.wait_until(lambda: checkpoint.steps(cluster.home / "runs" / "killed"), 180, "a checkpoint")
     assert (
         "gives this run 0 s to save" in job.log() and "RAY_JOB_STOP_WAIT_TIME_S to 600" in job.log()
     )

@@ -44,14 +44,24 @@ async def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> 
     assert measured["weights/repeated"] == measured["weights/dropped_engines"] == 0
 
 
-async def test_a_change_of_what_becomes_of_caches_is_logged_with_its_reason() -> None:
+async def test_what_becomes_of_caches_is_said_once_and_counted() -> None:
+    """Not before responses are running, and once of both engines."""
     run = Fixture()
+    first, second = run.members
     await run.coordinator.start(0)
-    for version, choice in enumerate(["recompute", "recompute", "keep", "keep"], 1):
-        run.members[0].kv_cache = f"{choice}: because {version}"
+    for version, (kept, again) in enumerate([(0, 0), (5, 0), (0, 6), (5, 0)], 1):
+        for engine in (first, second):
+            engine.kept_tokens, engine.recomputed_tokens = kept, again
+            engine.kv_cache = f"{'kept' if kept else 'computed again'} (because {version})"
         await run.coordinator.publish(version)
         await run.coordinator.wait()
-    assert run.notes == ["a0 at v0.3: keep: because 3"]
+    assert run.notes == [
+        "first weight sync while responses are running: their KV caches are kept (because 2); "
+        "the summary counts every choice"
+    ]
+    times = run.coordinator.times
+    assert (times.caches_kept, times.caches_recomputed) == (4, 2)
+    assert run.coordinator.weight_metrics()["weights/caches_kept"] == 4
 
 
 async def test_with_overlap_the_learner_waits_for_the_one_before_only() -> None:

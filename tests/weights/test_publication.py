@@ -716,8 +716,8 @@ def test_an_engine_chooses_by_what_it_measured(
         traffic.stop()
     assert [bool(one.recomputed_tokens) for one in receipts] == [True, False, True]
     assert [bool(one.kept_tokens) for one in receipts] == [False, True, False]
-    assert receipts[0].kv_cache == "recompute: it was not measured yet"
-    assert receipts[1].kv_cache.startswith("keep: computing ")
+    assert receipts[0].kv_cache == "computed again (to measure what that costs)"
+    assert receipts[1].kv_cache.startswith("kept (computing ")
 
 
 # -- overlap

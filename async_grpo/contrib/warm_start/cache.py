@@ -68,7 +68,7 @@ def ensure_warm_start(
     """
     directory = cache_path(config, load_task(config.task, config.seed))
     if is_cached(directory):
-        progress(f"warm start: using {directory}")
+        progress(f"warm start: the model is there already, in {directory}")
         return str(directory)
     _run_child(config, progress, timeout_s, check)
     if not is_cached(directory):
@@ -108,8 +108,8 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # still there only after an error or a lost race
     progress(
-        f"warm start: {report.clean_steps} + {report.blur_steps} supervised steps in "
-        f"{report.seconds:.0f} s, "
+        f"warm start: built a model in {report.clean_steps} + {report.blur_steps} supervised steps "
+        f"({report.seconds:.0f} s): "
         f"greedy accuracy {report.blurred.greedy:.0%}, sampled {report.blurred.sampled:.0%}"
     )
     return str(directory)

@@ -16,6 +16,7 @@ accuracy by flattening the distribution, which RL undoes quickly.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ _WEIGHT_DECAY = 0.3  # shortens a plateau on which some seeds stay for hundreds 
 _LR_WARMUP_STEPS = 50
 _BLUR_PATIENCE, _BLUR_LR_GROWTH = 15, 1.1
 _CHECK_EVERY = 20
+_SAY_EVERY_S = 10.0
 _CHECK_PROBLEMS = 384
 _IGNORE = -100
 _EXPERTS_OF_A_TOKEN = 2
@@ -257,17 +259,19 @@ class _Trainer:
 
     def clean(self, progress: Callable[[str], None]) -> int:
         """Train on solutions until greedy accuracy reaches the target; the steps."""
-        limit = self.settings.max_steps
+        limit, said = self.settings.max_steps, -math.inf
         for step in range(1, limit + 1):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.settings.lr * min(1.0, step / _LR_WARMUP_STEPS)
             loss = self._update(self.encoder.encode(next(self.stream)))
             if step % _CHECK_EVERY == 0 or step == limit:
                 accuracy = measure(self.model, self.probe)
-                progress(
-                    f"warm start: step {step} of at most {limit}, loss {loss:.3f}, greedy "
-                    f"accuracy {accuracy.greedy:.0%}"
-                )
+                if (now := time.monotonic()) - said >= _SAY_EVERY_S:
+                    said = now
+                    progress(
+                        f"warm start: step {step} of at most {limit}, loss {loss:.3f}, greedy "
+                        f"accuracy {accuracy.greedy:.0%}"
+                    )
                 if accuracy.greedy >= self.settings.target_accuracy:
                     return step
         return limit

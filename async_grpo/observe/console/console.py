@@ -38,7 +38,7 @@ STDERR = 2
 JOIN_S = 1.0
 """A child that outlives the panel keeps its end of the pipe, so the thread may outlive it too."""
 _TERMINAL_INTERVAL_S = 1.0
-_PLAIN_INTERVAL_S = 2.0
+_PLAIN_INTERVAL_S = 10.0
 _VERDICT_INTERVAL_S = 30.0
 _PLAIN_WIDTH, _PLAIN_HEIGHT, _NARROWEST = 120, 1000, 10
 _COPIED = re.compile(r"(?:^|[\s(])(?:~?/|\.{1,2}/|[a-z+]+:/|python -m )")
@@ -192,7 +192,7 @@ class Console:
         self._terminal = self._screen.terminal
         self._clock = clock
         self._interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
-        self._last_line = -math.inf
+        self._last_line, self._unshown = -math.inf, ""
         self._said = ("", -math.inf)
         self._lock = threading.RLock()
         self._record: StatusFile | None = None
@@ -206,14 +206,13 @@ class Console:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Announce a phase of the start or the end, and print its seconds when it is over."""
+        """Show a phase of the start or the end, and print its seconds when it is over."""
         started, over = self._clock(), threading.Event()
         progress = self.progress  # another run may begin inside
         phase = progress.enter(text)
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
         else:
-            self._screen.print(f"{text} ...")
             said = (text, started, over)
             threading.Thread(
                 target=self._remind, args=said, name="async_grpo-phase", daemon=True
@@ -226,7 +225,8 @@ class Console:
             over.set()
             progress.leave(phase)
             self.event("phase", begin=phase[1], text=text, failed=failed)
-            seconds = f"{'failed after ' if failed else ''}{self._clock() - started:.1f} s"
+            cut_short = "stopped after " if progress.stopping else "failed after "
+            seconds = f"{cut_short if failed else ''}{self._clock() - started:.1f} s"
             self._screen.print(f"{text} ... {seconds}", style="red" if failed else "")
 
     def info(self, *texts: str) -> None:
@@ -250,28 +250,31 @@ class Console:
             )
 
     def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Show a learner step, unless a line was shown a moment ago; the last step always is.
+        """Show a learner step, unless a line was shown a moment ago; the last by `end` at latest.
 
         Metrics that are missing or not finite are left out; an evaluation changes the panel only.
         """
         self.progress.logged(step, total, metrics)
         now, last = self._clock(), step >= total
         with self._lock:
-            if "time/step" not in metrics or (now - self._last_line < self._interval and not last):
+            if "time/step" not in metrics:
+                return
+            head = f"step {step:>{len(str(total))}}/{total}"
+            self._unshown = "  ".join([head, *known(metrics, _COLUMNS)])
+            if now - self._last_line < self._interval and not last:
                 return
             self._last_line = now
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
         if last or not self._terminal:
-            head = f"step {step:>{len(str(total))}}/{total}"
-            self._screen.print("  ".join([head, *known(metrics, _COLUMNS)]))
+            self._show_step()
 
     def verdict(self, *, kind: str, text: str) -> None:
-        """Show the bottleneck in the panel; off a terminal as a line, when it changes."""
+        """Show the bottleneck in the panel; off a terminal as a line, when it is another one."""
         self.progress.say(kind=kind, text=text)
         with self._lock:
             now, (said, said_at) = self._clock(), self._said
-            if not self._terminal and (kind != said or now - said_at >= _VERDICT_INTERVAL_S):
+            if not self._terminal and kind != said and now - said_at >= _VERDICT_INTERVAL_S:
                 self._said = kind, now
                 self._screen.print(f"verdict: {text}")
 
@@ -305,6 +308,7 @@ class Console:
     def end(self, code: int, message: str) -> None:
         """Remove the panel and record how the run ended; the last call counts."""
         self._screen.stop()
+        self._show_step()
         self.progress.end(code, message)
         if self._record is not None:
             self._record.close()
@@ -314,7 +318,16 @@ class Console:
         self.progress.note(text)
         self.event("note", text=text, error=bool(style))
 
+    def _show_step(self) -> None:
+        """Print the line of the newest learner step, if it was not."""
+        with self._lock:
+            line, self._unshown = self._unshown, ""
+            if line:
+                self._screen.print(line)
+
     def _remind(self, text: str, started: float, over: threading.Event) -> None:
-        """Print a line a minute during a long phase."""
-        while not over.wait(_LONG_PHASE_S):
+        """Say soon that a phase is under way, and then every minute."""
+        wait = _PLAIN_INTERVAL_S
+        while not over.wait(wait):
             self._screen.print(f"{text} ... {self._clock() - started:.0f} s so far")
+            wait = _LONG_PHASE_S

@@ -82,7 +82,7 @@ class Saver:
         self._facts, self._add_files = facts, add_files
         self._timeout_s, self._listener = timeout_s, listener
         self._sealing: asyncio.Task[None] | None = None
-        self._in_a_row = self._failures = 0
+        self._awaited, self._in_a_row, self._failures = False, 0, 0
         self._last_failure = ""
         self.saved_at: int | None = None
         """Step of the newest checkpoint that this process completed."""
@@ -98,6 +98,7 @@ class Saver:
         await self.wait()
         self.check()
         if self.saved_at != step:
+            self._awaited = wait
             await self._write(parts, step, facts, forget=forget, started=started)
             if wait:
                 await self.wait()
@@ -164,8 +165,8 @@ class Saver:
         except (OSError, StorageFailure, checkpoint.CheckpointError, RunError) as error:
             await self._failed(draft.step, error, stall_s=draft.stall_s)
             return
-        self.saved_at, self._in_a_row = draft.step, 0
         self._report(draft, seconds=time.perf_counter() - draft.started)
+        self.saved_at, self._in_a_row = draft.step, 0
         self._listener.saved(draft.step, checkpoint.path_for(self._run_dir, draft.step))
         try:
             await asyncio.to_thread(checkpoint.prune, self._run_dir, self._settings.keep)
@@ -188,6 +189,7 @@ class Saver:
         return None if not kept or None in segments else (min(segments), kept[0])
 
     def _report(self, draft: _Draft, *, seconds: float) -> None:
+        """Record a complete checkpoint; a line if it was waited for, or not all is well."""
         nbytes = draft.written.nbytes
         self._listener.logged(
             draft.step,
@@ -199,10 +201,11 @@ class Saver:
             },
         )
         why = f" ({draft.written.note})" if draft.written.note else ""
-        self._listener.note(
-            f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} "
-            f"s, training waited {draft.stall_s:.1f} s{why}"
-        )
+        if self._awaited or self._in_a_row or why:
+            self._listener.note(
+                f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} "
+                f"s, training waited {draft.stall_s:.1f} s{why}"
+            )
 
     async def _failed(self, step: int, error: Exception, *, stall_s: float = 0.0) -> None:
         """Report the failure and delete the draft."""

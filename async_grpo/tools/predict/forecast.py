@@ -84,17 +84,6 @@ class Forecast:
             return ""
         return f"expected, from {self.source}: {describe(self.predicted)}"
 
-    def compared(self) -> str:
-        """Say how far the prediction is from what came; "" while too little is known."""
-        if not (errors := self.errors()):
-            return ""
-        names = ("throughput", "idle", "lag")
-        throughput, idle, lag = (errors[f"plan/error_{name}"] for name in names)
-        return (
-            f"throughput {throughput:+.0%}, learner idle {100 * idle:+.0f} points, lag {lag:+.0%} "
-            f"of what came (from {self.source})"
-        )
-
     def observe(
         self, metrics: Mapping[str, float], lengths: Iterable[tuple[int, ...]]
     ) -> dict[str, float]:

@@ -92,7 +92,7 @@ def test_the_child_builds_a_model_that_transformers_loads(
     report = json.loads((Path(directory) / "warm_start.json").read_text())
     assert (report["clean_steps"], 1 <= report["blur_steps"] <= 2) == (3, True)
     assert lines[0].startswith("warm start: step 3 of at most 3")
-    assert lines[-1].startswith("warm start: 3 + ")
+    assert lines[-1].startswith("warm start: built a model in 3 + ")
 
 
 def test_the_tokenizer_returns_exactly_the_characters(built: tuple[Config, str, list[str]]) -> None:

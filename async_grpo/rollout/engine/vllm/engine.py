@@ -413,7 +413,7 @@ class VllmEngine:
             seconds=seconds,
             recomputed_tokens=lost[0],
             kept_tokens=0 if clears else in_flight,
-            kv_cache=f"{'recompute' if clears else 'keep'}: {why}",
+            kv_cache=f"{'computed again' if clears else 'kept'} ({why})",
         )
 
     def _lengths(self) -> dict[str, int]:

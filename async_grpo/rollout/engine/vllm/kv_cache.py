@@ -50,8 +50,8 @@ class CacheChoice:
         """Choose: whether to clear the caches of `tokens` tokens in flight, and why."""
         if self._mode != "auto":
             return self._mode == "recompute", f"weight_sync.kv_cache is {self._mode}"
-        if self._token_s is None or tokens == 0:
-            return True, "nothing is in flight" if tokens == 0 else "it was not measured yet"
+        if self._token_s is None:
+            return True, "to measure what that costs"
         cost, interval = tokens * self._token_s, time.monotonic() - self._since
         clears = cost <= SHARE * interval
         if not clears:
