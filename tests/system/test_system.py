@@ -327,6 +327,16 @@ def test_checkpoints_are_completed_beside_training(story):
     assert "room for" not in story["log"]
 
 
+def test_a_run_prints_a_line_per_event(story):
+    """A start, an evaluation, seven steps, checkpoints and a death: no line per engine and weight
+    sync.
+    """
+    lines = story["log"].splitlines()
+    assert len(lines) <= 40, story["log"]
+    assert sum("KV caches" in line for line in lines) <= 1
+    assert [line.split()[1] for line in lines if line.startswith("step ")][-1] == f"{STEPS}/{STEPS}"
+
+
 def test_a_second_run_in_the_directory_is_refused_before_it_starts_anything(story):
     process = f"process {os.getpid()} on {socket.gethostname()}"
     assert len(story["refused"]) == 2
