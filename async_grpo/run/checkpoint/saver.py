@@ -82,7 +82,8 @@ class Saver:
         self._facts, self._add_files = facts, add_files
         self._timeout_s, self._listener = timeout_s, listener
         self._sealing: asyncio.Task[None] | None = None
-        self._awaited, self._in_a_row, self._failures = False, 0, 0
+        self._in_a_row = self._failures = 0
+        self._awaited = False
         self._last_failure = ""
         self.saved_at: int | None = None
         """Step of the newest checkpoint that this process completed."""
