@@ -87,7 +87,7 @@ def _built(
             _empty_section(data, setting.path)
     for key, told in answers(data):
         raise ConfigError(
-            f"{_place(key, places, path)}: `{_dotted(key)}` is not a setting any more.\n"
+            f"{_place(key, places, path)}: `{_dotted(key)}` is of an earlier version.\n"
             f"{told}. (`async-grpo migrate FILE` writes a whole file anew.)"
         )
     try:

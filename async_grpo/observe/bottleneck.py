@@ -39,7 +39,7 @@ Kind = Literal[
     "balanced",
     "unclear",
     "learner",
-    "publications",
+    "weight_sync",
     "engines",
     "environments",
     "verifier",
@@ -163,12 +163,12 @@ class Interval:
     def times(self) -> Times:
         """What learner and engines take; nothing else is a limit yet."""
         step_s, working = self.setup.batch / self.rate, self.learner["working"]
-        published, starved = self.learner["publishing"], self.learner["starved"]
-        waits = starved if starved >= LITTLE else 0.0  # a busy learner is the limit as it is
+        synced, idle = self.learner["weight_sync"], self.learner["idle"]
+        waits = idle if idle >= LITTLE else 0.0  # a busy learner is the limit as it is
         return Times(
             learner_s=working * step_s,
-            other_s=(_rest(waits) - working - published) * step_s,
-            exposed_s=published * step_s * self.setup.every_steps,
+            other_s=(_rest(waits) - working - synced) * step_s,
+            exposed_s=synced * step_s * self.setup.every_steps,
             response_s=min(max(self.taken, 1e-3), 1.0) * self.full_s,
         )
 
@@ -198,7 +198,7 @@ def diagnose(seen: Interval, gain: Gain | None = None) -> Bottleneck:
     """Find the bottleneck of an interval. gain: what settings would bring; without it, or where it
     knows nothing, the limits of the interval tell.
     """
-    setup, judge = seen.setup, _busy if seen.learner["starved"] < LITTLE else _starved
+    setup, judge = seen.setup, _busy if seen.learner["idle"] < LITTLE else _starved
     found, at_limit = judge(seen, seen.times, limits(setup, seen.times))
     if found.advice:
         advice: dict[str, float] = dict(found.advice)
@@ -212,7 +212,7 @@ def diagnose(seen: Interval, gain: Gain | None = None) -> Bottleneck:
             return found
     elif found.kind == "unclear":
         return found
-    idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
+    idle, blocked = seen.learner["idle"], seen.engine.get("blocked", 0.0)
     shares = f"learner idle {idle:.0%}, engines without tickets {blocked:.0%}"
     if idle < IDLE:
         return seen.found("balanced", f"balanced: {shares}")
@@ -224,7 +224,7 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
     verdict, and the times with which the part that limits lets through what was measured; most:
     `limits` of learner and engines.
     """
-    setup, published = seen.setup, seen.learner["publishing"]
+    setup, published = seen.setup, seen.learner["weight_sync"]
     if published >= MUCH:
         why = f"publications take {published:.0%} of the learner's time"
         return _publications(seen, published, why), times
@@ -246,7 +246,7 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
 
 def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bottleneck, Times]:
     """Judge a learner that waits for groups; see `_busy`."""
-    setup, idle = seen.setup, f"learner idle {seen.learner['starved']:.0%}"
+    setup, idle = seen.setup, f"learner idle {seen.learner['idle']:.0%}"
     if (paused := seen.engine["paused"]) >= MUCH:
         why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
         still = paused if seen.taken < FULL else 0.0  # places are taken all the same
@@ -347,7 +347,7 @@ def _publications(seen: Interval, share: float, why: str) -> Bottleneck:
         f"replay.max_staleness {bound}"
     )
     advice = {"weight_sync.every_steps": every, "replay.max_staleness": bound}
-    return seen.found("publications", f"{why}: {what}", advice)
+    return seen.found("weight_sync", f"{why}: {what}", advice)
 
 
 class BottleneckWatch:

@@ -26,8 +26,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Write the rows (label, text) of the closing table, while the trainer still runs."""
     rows = [*_accuracy(trainer), *_training(trainer)]
     rows += goodput(trainer.system.loop.latest, scope=scope(trainer, "whole run"))
-    if trainer.verdict is not None:
-        rows.append(("verdict", trainer.verdict.text))
+    if trainer.bottleneck is not None:
+        rows.append(("bottleneck", trainer.bottleneck.text))
     if trainer.speed is not None and (compared := trainer.speed.compared()):
         rows.append(("predicted", compared))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
@@ -76,7 +76,7 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
             f"(bound {trainer.config.replay.max_staleness})",
         ),
         (
-            "publications",
+            "weight syncs",
             f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
             "its time for them",
         ),

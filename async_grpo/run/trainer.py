@@ -459,7 +459,7 @@ class Trainer:
         return self._running.system
 
     @property
-    def verdict(self) -> Bottleneck | None:
+    def bottleneck(self) -> Bottleneck | None:
         """Who limited the last interval of steps, and what to change; None before the first."""
         return None if self._speed is None else self._speed.latest
 

@@ -72,7 +72,7 @@ class PublicationTimes:
         """Means per publication, and counts."""
         count = max(1, self.count)
         return {
-            "weights/publications": float(self.count),
+            "weights/syncs": float(self.count),
             "weights/learner_waited_s": self.learner_waited / count,
             "weights/engine_paused_s": self.engines_paused / count,
             "weights/until_live_s": self.wall / count,

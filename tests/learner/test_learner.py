@@ -237,7 +237,7 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         for span in row.versions
         for _ in range(span.start, span.end)
     ]
-    assert means["train/lag_mean"] == pytest.approx(np.mean(lags))
+    assert means["train/staleness_mean"] == pytest.approx(np.mean(lags))
     assert means["train/lr"] == 3e-3
     assert 0 < means["train/padding"] < 0.5
     assert {
@@ -245,7 +245,7 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         "train/grad_norm",
         "train/entropy",
         "train/kl",
-        "train/lag_1/ratio",
+        "train/staleness_1/ratio",
         "time/learner_update",
     } <= means.keys()
 

@@ -103,5 +103,8 @@ def test_a_run_that_can_learn_nothing_says_so_once_with_a_response(tmp_path: Pat
 
 
 def test_the_page_in_mlflow_has_the_closing_table_without_what_is_not_counted_yet() -> None:
-    rows = [("verdict", "balanced"), ("goodput (this start)", "12 tokens generated: 50% trained")]
-    assert described(rows) == "- **verdict**: balanced"
+    rows = [
+        ("bottleneck", "balanced"),
+        ("goodput (this start)", "12 tokens generated: 50% trained"),
+    ]
+    assert described(rows) == "- **bottleneck**: balanced"

@@ -71,7 +71,7 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
         "resumed_at": 0,
         "tracker": None,
         "run_dir": Path("/runs/r"),
-        "verdict": None,
+        "bottleneck": None,
         "speed": SimpleNamespace(compared=str),
         "evaluations": [],
     }

@@ -92,10 +92,10 @@ def test_the_learner_went_on_until_its_next_publication(counted_run) -> None:
         assert result["eval/learner_waited_s"] == result["eval/seconds"]
     assert counted_run["publications"] == STEPS
     steps = [line for line in counted_run["metrics"] if "train/loss" in line]
-    assert len(steps) == STEPS and all(line["replay/lag_max"] <= 1 for line in steps)
+    assert len(steps) == STEPS and all(line["replay/staleness_max"] <= 1 for line in steps)
     # A step whose responses are all truncated, and thereby masked, has no token in the loss.
-    with_tokens = [line for line in steps if line["rollout/masked_rows"] < 1]
-    assert all(line["train/lag_max"] <= 1 for line in with_tokens)
+    with_tokens = [line for line in steps if line["rollout/masked_responses"] < 1]
+    assert all(line["train/staleness_max"] <= 1 for line in with_tokens)
 
 
 def test_samples_tell_their_step(counted_run) -> None:
@@ -206,9 +206,9 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     late = Counter(group.actor_id for group in trained if group.policy_version > every + 5)
     assert late[lent.actor_id], f"it came back and took tickets: {late}"
     assert all(
-        line["train/lag_max"] <= 1
+        line["train/staleness_max"] <= 1
         for line in lines(tmp_path / "run", "metrics.jsonl")
-        if "train/lag_max" in line
+        if "train/staleness_max" in line
     )
 
 

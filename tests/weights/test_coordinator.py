@@ -38,7 +38,7 @@ async def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> 
     ]
     assert [engine.weight for engine in run.members] == [2.0, 2.0]
     measured = run.coordinator.weight_metrics()
-    assert measured["weights/publications"] == 1  # of the run, without its start
+    assert measured["weights/syncs"] == 1  # of the run, without its start
     assert measured["weights/engine_paused_s"] == pytest.approx(0.25)
     assert measured["weights/recomputed_tokens"] == 14
     assert measured["weights/repeated"] == measured["weights/dropped_engines"] == 0

@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from async_grpo.errors import EXIT_MEANING, SetupError
 from async_grpo.observe.console.progress import Progress
+from async_grpo.old_names import metric
 from async_grpo.runtime import lifetime, stacks
 from async_grpo.runtime.text import ago
 
@@ -148,7 +149,14 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise SetupError(f"{path} cannot be read: {reason}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise SetupError(f"{path} is not of this version of async_grpo")
-    return facts
+    return of_now(facts)
+
+
+def of_now(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a status.json says, maybe one of before, under the names of now."""
+    metrics = {metric(name): value for name, value in facts.get("metrics", {}).items()}
+    bottleneck = facts.pop("verdict", None)
+    return {"bottleneck": bottleneck, **facts, "metrics": metrics}
 
 
 def condition(facts: dict[str, Any], *, now: float) -> Condition:

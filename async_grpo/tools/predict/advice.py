@@ -104,7 +104,7 @@ def _fresher(work: Workload, now: Prediction) -> Advised | None:
         found = predict(work.with_settings({"replay.max_staleness": bound}))
         if found.groups_per_s < (1 - LOSES) * now.groups_per_s:
             break
-        if found.lag_mean <= now.lag_mean - LESS_LAG:
+        if found.staleness_mean <= now.staleness_mean - LESS_LAG:
             best = Advised("replay.max_staleness", str(bound), found)
     return best
 
@@ -118,7 +118,8 @@ def said(change: Advised, now: Prediction) -> str:
     factor, found = change.prediction.groups_per_s / now.groups_per_s, change.prediction
     needs = f" ({change.needs})" if change.needs else ""
     if math.isclose(factor, 1, abs_tol=LOSES):
-        brings = f"as much throughput, lag {found.lag_mean:.1f} instead of {now.lag_mean:.1f}"
+        before = f"instead of {now.staleness_mean:.1f}"
+        brings = f"as much throughput, staleness {found.staleness_mean:.1f} {before}"
     else:
         brings = f"{factor:.2f} times the throughput, learner idle {found.idle:.0%}"
     return f"{change.setting}: {change.value}{needs}: {brings}"

@@ -86,7 +86,7 @@ def _middle(data: RunData) -> tuple[int, int]:
 
 def _learner_spans(window: Window, row: MetricsRow) -> None:
     at = row.time - row.values["time/step"]
-    for cause in ("wait", "train", "publish"):
+    for cause in ("wait", "train", "weight_sync"):
         seconds = row.values.get(f"time/{cause}", 0.0)
         window.learner.setdefault(cause, []).append((at, at + seconds))
         at += seconds

@@ -145,6 +145,11 @@ def test_callbacks_are_made_by_name() -> None:
         ("early_stopping", {"patince": 1}, "unexpected keyword argument 'patince'"),
         ("early_stopping", {"mode": "up"}, "mode is 'up'; it is max or min"),
         (f"{__name__}:Exits", {}, "Exits cannot be made: SystemExit: a script"),
+        (
+            "early_stopping",
+            {"metric": "train/lag_mean"},
+            "ValueError: metric train/lag_mean is called train/staleness_mean now",
+        ),
         ("early_stopping", {"metric": 3}, "metric is 3; it is a name"),
         ("early_stopping", {"patience": 2.5}, "patience is 2.5; it is a whole number"),
         ("early_stopping", {"min_delta": -0.1}, "min_delta is -0.1; it is a finite number"),
