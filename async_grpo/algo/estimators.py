@@ -75,7 +75,9 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What row estimators may use. `lengths` is [B] float64; `own`: the estimator's own options."""
+    """What estimators of one advantage per sequence may use. `lengths` is [B] float64; `own`: the
+    estimator's options.
+    """
 
     lengths: Tensor | None
     norm_by_std: bool

@@ -113,8 +113,8 @@ def filter_reason(
         or (rule.reads_metric and len(values) != len(verdicts))
     ):
         raise ValueError(
-            f"a group has {len(values)} values, {len(verdicts)} verdicts and {len(truncated)} "
-            "lengths; they must be equal and not 0"
+            f"a group has {len(values)} values, {len(verdicts)} correctness values and "
+            f"{len(truncated)} lengths; they must be equal and not 0"
         )
     known = [value for value in values if value is not None]
     if rule.zero_variance and zero_variance(known, tolerance=rule.tolerance):
@@ -124,7 +124,9 @@ def filter_reason(
     if rule.bounds_accuracy:
         rate = accuracy(verdicts)
         if rate is None:
-            raise ValueError("a response has no verdict, and the filter bounds the accuracy")
+            raise ValueError(
+                "a response is not judged correct or wrong, and the filter bounds the accuracy"
+            )
         if rule.accuracy_low is not None and rate <= rule.accuracy_low:
             return "too_hard"
         if rule.accuracy_high is not None and rate >= rule.accuracy_high:

@@ -153,7 +153,7 @@ class Evaluations:
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
-            back = f"the learner went back before step {version.step}"
+            back = f"the learner was rolled back before step {version.step}"
             why = "its engine died" if answers is None else back
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
@@ -255,10 +255,8 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
         f"{result[name]:.1%}"
         for name in names
     ]
-    found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
-    who = (
-        f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while publications waited"
-    )
+    found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, none judged"
+    who = f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while weight sync waited"
     return (
         f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "
         f"waited {result['eval/learner_waited_s']:.1f} s)"

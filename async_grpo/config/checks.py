@@ -146,7 +146,7 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; "
             "allowed are 1 and 0, because the learner does not renormalise over the sampler's "
-            "kept set and its ratios would be biased."
+            "top-p / top-k support, so its ratios would be biased."
         )
 
 
@@ -159,7 +159,7 @@ def _staleness(config: Config) -> Iterator[str]:
             f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 "
             f"= {bound + 1}: no more than {bound + 1} x {batch} = {capacity} groups "
             f"may be outstanding, {every} steps need {every} x {batch} = {every * batch} before a "
-            "publication frees any, so the slots would never return."
+            "weight sync frees any, so the slots would never return."
         )
     least = min(every * batch + 1, capacity)
     if outstanding != "auto" and not least <= outstanding <= capacity:
@@ -191,7 +191,7 @@ def _partial(config: Config) -> Iterator[str]:
     if not config.replay.journal.enable:
         yield (
             "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: only "
-            "the journal tells which responses were still under way when the run ended; enable "
+            "the journal knows which responses were still under way when the run ended; enable "
             "it, or set the other to false."
         )
 
@@ -241,7 +241,7 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is "
             f"{step_s:g}: with one engine a learner step may wait for an evaluation before it "
-            "publishes, which is no reason to end the run; give the step at least as long."
+            "syncs weights, which is no reason to end the run; give the step at least as long."
         )
 
 

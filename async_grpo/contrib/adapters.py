@@ -232,7 +232,7 @@ class SkyRLEpisode(_Game):
         asked = row["prompt"]
         prompt, _ = self._game.init(asked)
         if prompt[: len(asked)] != asked:
-            raise ValueError(f"{name} changes the prompt; put what it adds into the rows")
+            raise ValueError(f"{name} changes the prompt; put what it adds into the data rows")
         return Observation(prompt[len(asked) :])
 
     def step(self, action: Action) -> Observation:

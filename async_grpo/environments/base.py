@@ -23,7 +23,7 @@ class Action:
     """What the policy said in one turn: text with its special tokens but without the one that ended
     it, token ids, and "stop", or "length" where a limit cut it off. Of a task with tools also the
     calls (`name`, `arguments` and perhaps `id`), why there is one that cannot be read, and the
-    content: what was said beside calls, without special tokens.
+    content: what was said besides calls, without special tokens.
     """
 
     text: str

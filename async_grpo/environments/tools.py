@@ -42,7 +42,9 @@ def with_tools(task: Task, names: Sequence[str]) -> Task:
             raise TaskError(f"environment.tools: there are two tools {function.__name__!r}")
     schemas = [one for one in own if isinstance(one, dict)]
     if functions and isinstance(task, HasPlayers):
-        raise TaskError("environment.tools: who plays episodes over HTTP brings tools of its own")
+        raise TaskError(
+            "environment.tools: an agent that plays episodes over HTTP brings its own tools"
+        )
     return TaskWithTools(task, functions, schemas) if functions or schemas else task
 
 

@@ -410,8 +410,8 @@ class Results:
         meta = decode_meta(self.view(place), max_bytes=max_bytes)
         if meta.group_id != group_id or attempt not in (None, meta.attempt):
             raise WireError(
-                f"the journal has group {meta.group_id} attempt {meta.attempt} in the "
-                f"place of group {group_id}" + ("" if attempt is None else f" attempt {attempt}")
+                f"the journal has group {meta.group_id} attempt {meta.attempt} instead "
+                f"of group {group_id}" + ("" if attempt is None else f" attempt {attempt}")
             )
         return meta
 

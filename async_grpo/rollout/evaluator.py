@@ -211,7 +211,7 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     result = results[0]
     row = {"prompt": problem.prompt, "response": answer.texts[0], "tokens": answer.lengths[0]}
     if isinstance(result, Score):
-        return row | {"rewards": result.rewards, "verdict": result.verdict}
+        return row | {"rewards": result.rewards, "correct": result.verdict}
     return row | {"error": str(result)}
 
 

@@ -83,8 +83,8 @@ class RunDirectory:
         """Set checkpoints of another history than that up to `step` aside."""
         for path in checkpoint.set_aside(self.path, step):
             note(
-                f"a checkpoint of a later step than {step}, where this run goes on, is set aside: "
-                f"{path}"
+                f"a checkpoint of a later step than {step}, where this run continues, is set "
+                f"aside: {path}"
             )
 
     def release(self) -> None:

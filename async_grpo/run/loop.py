@@ -432,14 +432,14 @@ class Loop(StepTrainer):
     def held(self) -> Iterator[None]:
         """Enter while a publication waits for an evaluation of the version before."""
         before = self.phase
-        self.phase = "waiting for an evaluation before the next version is published"
+        self.phase = "waiting for an evaluation before the next weight sync"
         with self.time.during("evaluating"):
             yield
         self.phase = before
 
     async def _publish(self, version: int) -> float:
         self._raise_failure()
-        self.phase = f"publishing version {version}"
+        self.phase = f"syncing weights of version {version}"
         with self.time.during("weight_sync"):
             waited = await self._publisher.publish(version)
         self._published = version

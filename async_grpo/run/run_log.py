@@ -93,7 +93,7 @@ class RunLog:
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after its weights were staged."""
         self._console.published(version, seconds)
-        self.callbacks.tell("on_publication", version, seconds)
+        self.callbacks.tell("on_weight_sync", version, seconds)
 
     def saved(self, step: int, path: Path) -> None:
         """Tell callbacks of a complete checkpoint."""

@@ -129,7 +129,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         ),
         (
             times.repeated or times.dropped,
-            "publication faults",
+            "weight sync faults",
             f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
         ),
         (
@@ -140,7 +140,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         (
             system.queue_restarts,
             "queue restarts",
-            f"{system.queue_restarts}; the replay queue's process went on from its journal",
+            f"{system.queue_restarts}; the replay queue's process continued from its journal",
         ),
         (
             learner := system.supervisor.restarts,

@@ -168,7 +168,7 @@ class Tolerance:
         return max(MOVEMENT_NOISE, STEEPER * steeper) * max(self.noise, LEAST_NOISE)
 
 
-AFTER_PERTURBATION = "after a test publication of perturbed weights"
+AFTER_PERTURBATION = "after a test weight sync of perturbed weights"
 Scores = dict[str, list[np.ndarray]]
 """Log-probs of the fixed responses, each [L], by engine."""
 
@@ -329,7 +329,7 @@ class LoadPathCheck:
                 actor_id: self._tolerance.measure(Difference.of(served, staged.logprobs))
                 for actor_id, served in scores.items()
             },
-            "after a test publication of the true weights",
+            "after a test weight sync of the true weights",
         )
         return scores
 

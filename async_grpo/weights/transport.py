@@ -189,7 +189,7 @@ def parse_label(label: str) -> Version:
     """
     if not is_version(label):
         raise ValueError(
-            f"a token carries the weight version {label!r}, which no publication set; it "
+            f"a token carries the weight version {label!r}, which no weight sync set; it "
             "cannot be trained"
         )
     epoch, step = label[1:].split(".")

@@ -1,10 +1,10 @@
-"""An environment of `verifiers`, in an interpreter of its own, that plays one episode.
+"""An environment of `verifiers`, in a separate interpreter, that plays one episode.
 
     python -m venv judge && judge/bin/pip install "verifiers<0.2"
     task: {name: program, options: {command: [judge/bin/python, examples/verifiers/agent.py]}}
 
-The rubric's reward is the episode's. Put an environment of your own in the place of this one, of
-one turn or of several; `preload: [verifiers, datasets]` saves each episode the imports.
+The rubric's reward is the episode's. Replace this environment with yours, of one turn or of
+several; `preload: [verifiers, datasets]` saves each episode the imports.
 """
 
 import asyncio

@@ -289,7 +289,7 @@ def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str
         for version in (0, 3):  # lags 2 and -1 at step 3 with max_staleness 1
             span = case.groups[11].rows[0].versions[-1]
             case.groups[11].rows[0].versions[-1] = type(span)(version, span.start, span.end)
-            with pytest.raises(StalenessError, match="group 11 row 0"):
+            with pytest.raises(StalenessError, match="group 11 sequence 0"):
                 learner.prepare(case.plan([split(range(12), 1)]))
 
 

@@ -179,7 +179,7 @@ def test_versions_that_go_backwards_and_half_verdicts_are_no_facts() -> None:
         found[name] = problem_of(meta, ticket, newest_version=2, group_size=2, baseline=False)
     assert found["right"] is found["unjudged"] is None
     assert found["back"] == "a token of an older version than the one before it"
-    assert found["half"] == "a verdict of 0.5, which is neither 0 nor 1"
+    assert found["half"] == "a correctness of 0.5, which is neither 0 nor 1"
 
 
 async def test_a_frame_that_cannot_be_read_leaves_its_ticket_to_be_issued_again() -> None:

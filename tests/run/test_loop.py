@@ -336,7 +336,7 @@ async def test_recorded_steps_are_repeated_compared_and_not_published(publishes:
     if publishes:
         assert run.loop.tokens == 0, "the summary counts a step once"
         await run.loop.publish_newest()
-        assert "publish 5" not in run.events, "its version was published before"
+        assert "publish 5" not in run.events, "its version was sent before"
 
 
 @pytest.mark.parametrize("schedule", ["settle", "constant", "linear"])
@@ -580,7 +580,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
         text["weights checked"]
         == "3 times while training; engines and learner differ by 2.0e-06 at most"
     )
-    assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
+    assert text["weight sync faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups, 25% other"

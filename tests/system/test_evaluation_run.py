@@ -81,7 +81,7 @@ def test_every_result_is_whole(counted_run) -> None:
         assert result["eval/tokens"] > PROBLEMS and result["eval/seconds"] > 0
     assert (
         counted_run["log"].count("evaluated step") == len(counted_run["evaluations"]) - 2
-        and "while publications waited" in counted_run["log"]
+        and "while weight sync waited" in counted_run["log"]
     )
 
 
@@ -108,7 +108,7 @@ def test_samples_tell_their_step(counted_run) -> None:
         "the first, and one of those that follow in the first half"
     )
     assert all(
-        {"prompt", "response", "reward/correct", "verdict", "tokens"} <= row.keys() for row in rows
+        {"prompt", "response", "reward/correct", "correct", "tokens"} <= row.keys() for row in rows
     )
     assert len(rows) == EVALUATED * len(shown)
     trained = [row for row in counted_run["samples"] if row["source"] == "training"]
@@ -117,11 +117,11 @@ def test_samples_tell_their_step(counted_run) -> None:
     )
     assert all(
         row["prompt"].endswith("=")
-        and row["lag"] in (0, 1)
+        and row["staleness"] in (0, 1)
         and len(row["response"]) <= row["tokens"]
         for row in trained
     )
-    assert any(row["lag"] == 1 for row in trained) and {
+    assert any(row["staleness"] == 1 for row in trained) and {
         row["reward/correct"] for row in trained
     } == {0.0, 1.0}
 

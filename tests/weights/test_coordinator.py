@@ -169,7 +169,7 @@ async def test_refresh_raises_what_a_publication_under_way_raised() -> None:
         await run.coordinator.refresh(1)
 
 
-# ---- torn publications ----
+# ---- torn weight syncs ----
 
 
 async def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
@@ -284,7 +284,7 @@ async def test_an_engine_that_acknowledges_another_version_is_dropped() -> None:
     run.members[0].receive = acknowledges_version_0
     await run.coordinator.publish(1)
     await run.coordinator.wait()
-    assert "acknowledges v0.0 where v0.1 was published" in str(run.dropped["a0"])
+    assert "acknowledges v0.0 where v0.1 was sent" in str(run.dropped["a0"])
 
 
 # ---- newcomers ----
@@ -381,7 +381,7 @@ async def test_nccl_refresh_serves_a_newcomer_and_makes_the_version_live(self_ch
     assert newcomer not in run.coordinator.serving(), (
         "an evaluation must not ask an engine that holds the first weights"
     )
-    # The learner is one step past the last publication: what is sent now is version 1 and has
+    # The learner is one step past the last weight sync: what is sent now is version 1 and has
     # to be live, or nobody gets tickets.
     await run.coordinator.refresh(1)
     assert run.learner.groups[-1] == [1, 1, 1]

@@ -205,7 +205,9 @@ class ServedPlayer:
                     self._formats.pop(next(iter(self._formats)))
                 self._formats[key] = self._make(tools)
         except Exception as error:
-            raise RequestError(400, f"these tools cannot be told to the model: {error}") from error
+            raise RequestError(
+                400, f"these tools cannot be described to the model: {error}"
+            ) from error
         return self._formats[key]
 
     def _text(self, ids: Sequence[int]) -> str:

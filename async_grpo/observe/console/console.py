@@ -243,7 +243,7 @@ class Console:
         self.progress.serves()
         if measured:
             self.info(
-                "weights arrive: after a test publication the engines' log-probs differ "
+                "weights arrive: after a test weight sync the engines' log-probs differ "
                 "from the learner's by at most "
                 f"{measured['weights/self_check_error']:.1e} (the test moved them by "
                 f"{measured['weights/self_check_moved']:.2f})"

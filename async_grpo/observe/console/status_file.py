@@ -112,7 +112,7 @@ class StatusFile:
                 self._full = False
             except OSError as error:
                 if not self._full:
-                    text = "%s cannot be written (%s); training goes on"
+                    text = "%s cannot be written (%s); training continues"
                     _log.warning(text, self._path, error.strerror)
                 self._full = True
 

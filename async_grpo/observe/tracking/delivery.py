@@ -151,7 +151,7 @@ class Delivery:
             step, when = row.pop("step"), round(row.pop("time") * 1000)
             values = {metric(key): float(value) for key, value in row.items() if value is not None}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")
+            self._refuse(f"a line of {METRICS} holds no metrics: {one_line(error)}")
             return []
         names = {key: shown(key, value, every=every) for key, value in values.items()}
         return [Point(name, values[key], when, step) for key, name in names.items() if name]

@@ -74,7 +74,7 @@ class EarlyStopping(Callback):
         self._look(trainer, step, metrics)
 
     def on_restore(self, trainer: Trainer, step: int) -> None:
-        """Begin anew: what was seen after `step` is taken back."""
+        """Begin anew: what was seen after `step` is rolled back."""
         self._best, self._worse = -math.inf, 0
 
     def _look(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:

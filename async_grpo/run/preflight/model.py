@@ -119,8 +119,8 @@ def rate_notes(config: Config) -> Iterator[str]:
     bound = config.replay.max_staleness
     if bound >= LARGE_LAG and config.learner.schedule == "constant":
         yield (
-            f"note: replay.max_staleness is {bound} and learner.schedule is constant: what is "
-            "learnt from data so old swings to the end of the run; set learner.schedule: linear "
+            f"note: replay.max_staleness is {bound} and learner.schedule is constant: with data "
+            "so stale the policy oscillates to the end of the run; set learner.schedule: linear "
             "(the recipe large_staleness, docs/concepts.md), or settle where the end is not known"
         )
 
@@ -265,7 +265,7 @@ def _check_weights(model: Path) -> Iterator[str]:
             with open(file, "rb") as opened:
                 pointer = opened.read(len(_LFS)) == _LFS
             what = (
-                f"a pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}"
+                f"a pointer of Git LFS instead of the weights: run `git lfs pull` in {model}"
                 if pointer
                 else f"no whole file of weights ({_one_line(error)}): fetch it again"
             )
@@ -347,7 +347,7 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
     except Exception as error:
         raise SetupError(
             f"the tokenizer of {model} cannot be loaded: {_one_line(error)}; a model needs "
-            "its tokenizer beside it"
+            "its tokenizer in the same directory"
         ) from error
 
 
@@ -360,8 +360,8 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
         if isinstance(limit, int) and config.rollout.longest_row > limit:
             raise SetupError(
                 f"{config.rollout.longest_row_in_words} tokens, but {model} has {key} {limit} and "
-                f"rope type {kind}: behind that, engine and learner would compute short rows with "
-                "different positions. Make them shorter, or train another model"
+                f"rope type {kind}: behind that, engine and learner would compute short sequences "
+                "with different positions. Make them shorter, or train another model"
             )
         return
     limit = _limit(architecture)

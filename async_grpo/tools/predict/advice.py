@@ -133,7 +133,7 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
         beside = next(measured_beside(config, Path(config.run.dir)), None)
         if beside is None:
             raise SetupError(
-                "no run of this model and task was measured on this machine beside "
+                "no run of this model and task was measured on this machine next to "
                 f"{config.run.dir}: train 30 steps (async-grpo train CONFIG "
                 "run.total_steps=30), then predict with --from RUN_DIR"
             )
@@ -162,7 +162,7 @@ def show(work: Workload, path: Path) -> None:
     outstanding = "auto" if work.outstanding is None else str(work.outstanding)
     rows = [("measured in", str(path)), ("expected", describe(now))]
     rows += [
-        ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} places taken"),
+        ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} slots taken"),
         (
             "outstanding",
             f"replay.outstanding {outstanding}: {now.outstanding:.0f} of {work.capacity} groups in "

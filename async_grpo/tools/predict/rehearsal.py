@@ -130,7 +130,7 @@ class Rehearsal:
             self._share()
             events += 1
             if events > STUCK:
-                raise RuntimeError(f"the rehearsal of {self._work} does not end")
+                raise RuntimeError(f"the simulation of {self._work} does not end")
         work, seconds = self._work, self._now - self._from
         steps = self._steps - self._skip
         per_s = steps * work.batch / seconds

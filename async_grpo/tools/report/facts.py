@@ -111,8 +111,8 @@ def swings(data: RunData) -> str:
         return ""
     return (
         f"The effective sample size does not come back: {1 - missing:.0%} in the third quarter of "
-        f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy swings around old data; "
-        "a learning rate that falls (learner.schedule: linear, or settle) ends it."
+        f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy oscillates on stale "
+        "data; a learning rate that falls (learner.schedule: linear, or settle) ends it."
     )
 
 
@@ -155,7 +155,7 @@ def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
             ("cluster/learner_restarts", "learner restarts"),
             ("replay/restarts", "restarts of the queue"),
             ("weights/repeated", "transfers repeated"),
-            ("weights/dropped_engines", "engines dropped in a publication"),
+            ("weights/dropped_engines", "engines dropped in a weight sync"),
         )
         if data.totals.get(name)
     ]

@@ -155,10 +155,12 @@ def gantt(window: Window | None) -> Figure | None:
         _area(next(lanes), window, parts, actor)
     if window.ready:
         _area(next(lanes), window, [(window.ready, PURPLE, "ready")], "queue")
-    learner: list[Bars] = [(spans, CAUSES[name], 1, name) for name, spans in window.learner.items()]
+    learner: list[Bars] = [
+        (spans, CAUSES[name], 1, name.replace("_", " ")) for name, spans in window.learner.items()
+    ]
     _bars(next(lanes), window, learner, "learner")
     if marks:
-        published: list[Bars] = [(window.publications, BLUE, 0.8, "publication")]
+        published: list[Bars] = [(window.publications, BLUE, 0.8, "weight sync")]
         coloured = zip((GREY, ORANGE, PURPLE), window.phases.items(), strict=False)
         phases: list[Bars] = [(spans, one, 0.55, text[:24]) for one, (text, spans) in coloured]
         _bars(next(lanes), window, published * bool(window.publications) + phases, "weights")

@@ -147,7 +147,7 @@ def _failures(data: RunData) -> str:
         )
         parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), kinds)]
     if slow:
-        named = "group, episode, turns, sampled tokens, ended by, verdict, actor"
+        named = "group, episode, turns, sampled tokens, ended by, correct, actor"
         columns = ("seconds", *named.split(", "))
         rows = [
             (f"{seconds:.1f}", *said, "" if verdict is None else f"{verdict:g}", actor)
@@ -212,14 +212,14 @@ PLOTS = (
         "Above, the mean of each raw reward component: one that rises while another falls is "
         "where a policy finds a way around the task. Below, groups whose responses are all right "
         "or all wrong, which have no advantage, and responses that the limit cut off.",
-        "No learner step told its rewards.",
+        "No learner step reported its rewards.",
     ),
     Plot(
         "episodes",
         "Episodes",
         "Above, the turns of the trained episodes. Below, shares: of what ended them, and of the "
-        "tokens behind the prompts that the policy sampled. These are trained, what environments "
-        "said is not.",
+        "tokens after the prompts that the policy sampled. Only sampled tokens are trained; what "
+        "environments said is not.",
         "",
     ),
     Plot(
@@ -227,32 +227,32 @@ PLOTS = (
         "Throughput and step time",
         "Above, trained response tokens per second. Below, the seconds of a learner step, and of "
         "those that it waited for groups and trained.",
-        "No learner step told its throughput.",
+        "No learner step reported its throughput.",
     ),
     Plot(
-        "lag",
-        "Lag of the trained tokens",
+        "staleness",
+        "Staleness of the trained tokens",
         "How many learner steps old the tokens were when they were trained, as shares of "
-        "each step's tokens. Lag 0 is on-policy; the bound is "
+        "each step's tokens. Staleness 0 is on-policy; the bound is "
         "replay.max_staleness.",
-        "No learner step told the lag of its tokens.",
+        "No learner step reported the staleness of its tokens.",
     ),
     Plot(
-        "length_by_lag",
-        "Response length by lag",
-        "Mean tokens per response, by the lag of its oldest token. Long answers take "
-        "longer and so arrive with more lag: lines that drift apart while the "
-        "dashed mean falls point to a bias toward short answers.",
-        "No learner step told the length of responses by lag.",
+        "length_by_staleness",
+        "Response length by staleness",
+        "Mean tokens per response, by the staleness of its oldest token. Long answers take "
+        "longer, so they are staler. Lines that drift apart while the dashed mean falls "
+        "point to a bias toward short answers.",
+        "No learner step reported response lengths by staleness.",
     ),
     Plot(
         "clip_ess",
-        "Clipping and effective sample size by lag",
+        "Clipping and effective sample size by staleness",
         "Above, the share of tokens whose ratio was clipped. Below, the effective sample "
         "size of the importance ratios as a share: 1 is on-policy, below 0.5 the data "
         "is too old for the step size. Older tokens clip more; a gap that grows says that "
         "max_staleness is too large, or the learning rate.",
-        "No learner step told clipping or sample size by lag.",
+        "No learner step reported clipping or sample size by staleness.",
     ),
     Plot(
         "health",
@@ -274,7 +274,7 @@ PLOTS = (
         "Timeline",
         "A few learner steps in detail. Engines: groups being generated and scored at "
         "each moment. Queue: groups that are ready and wait for their step. "
-        "Learner: waiting for its batch, training, waiting for a publication. Weights: "
+        "Learner: waiting for its batch, training, waiting for a weight sync. Weights: "
         "from staging until every engine serves them, evaluations and checkpoints. "
         "Another window: async-grpo report RUN_DIR --steps 100-110.",
         "No learner step was logged.",

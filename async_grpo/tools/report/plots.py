@@ -281,7 +281,7 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     for name, value in parts.items():
         share = value / whole
         if share >= 0.0005:  # below, its number would be 0.0 %
-            colour, text = colours.get(name, GREY), f"{name} {share:.1%}"
+            colour, text = colours.get(name, GREY), f"{name.replace('_', ' ')} {share:.1%}"
             axis.barh(0, share, left=left, height=0.8, color=colour, label=text)
         left += share
     axis.set_xlim(0, 1)

@@ -238,6 +238,11 @@ def test_early_stopping_looks_at_evaluations_too() -> None:
     )
 
 
+def test_a_method_of_before_is_answered() -> None:
+    with pytest.raises(TypeError, match=r"Old\.on_publication is called on_weight_sync now"):
+        type("Old", (Callback,), {"on_publication": lambda *event: None})
+
+
 def test_a_metric_that_never_comes_is_a_mistake() -> None:
     stopping, trainer = EarlyStopping("rollout/scor"), Trains()
     result = {"training_iteration": 1, "rollout/score": 1.0}

@@ -125,7 +125,7 @@ def test_a_model_without_a_usable_tokenizer(model: Path) -> None:
     assert "cannot be loaded" in refused(model)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    assert "needs its tokenizer beside it" in refused(model)
+    assert "needs its tokenizer in the same directory" in refused(model)
 
 
 def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
@@ -428,7 +428,7 @@ def test_weights_that_are_not_there_or_not_whole(model: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     assert "no whole file of weights (" in refused(model) and file.name in refused(model)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
-    assert f"pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}" in (
+    assert f"pointer of Git LFS instead of the weights: run `git lfs pull` in {model}" in (
         refused(model)
     )
     file.unlink()

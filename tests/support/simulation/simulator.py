@@ -324,7 +324,7 @@ class Simulation:
         """End a learner step, and publish."""
         if (
             self.publishing and (self.step + 1) % self.scenario.publish_every == 0
-        ):  # the last publication is still on its way
+        ):  # the last weight sync is still on its way
             self.time.switch("weight_sync")
             self.later(0.1, self.end_step)
             return

@@ -41,7 +41,15 @@ from tests.support import verbs
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
-PICTURES = ["learning", "rewards", "throughput", "lag", "length_by_lag", "clip_ess", "health"]
+PICTURES = [
+    "learning",
+    "rewards",
+    "throughput",
+    "staleness",
+    "length_by_staleness",
+    "clip_ess",
+    "health",
+]
 SECTIONS = [*PICTURES, "goodput", "timeline", "samples", "failures", "restarts", "configuration"]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
 
@@ -117,7 +125,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     )
     console = Console(open(directory / "log.txt", "w"))  # noqa: SIM115 - as long as the process lives
     console.begin_run(directory, run="mine")
-    console.info("actor-1 died; actor-2 takes its place")
+    console.info("actor-1 died; actor-2 replaces it")
     console.logged(steps, steps, row(steps, start))
     console.published(50, 0.2)
     console.bottleneck(kind="engines", text="the engines limit")
@@ -203,7 +211,7 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
         "https://evil.example/x.png",
     }
     assert (
-        "actor-1 died; actor-2 takes its place" in page.sections["restarts"]
+        "actor-1 died; actor-2 replaces it" in page.sections["restarts"]
         and "1 rollout actors replaced" in page.sections["restarts"]
     )
     assert (
