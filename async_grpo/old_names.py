@@ -15,6 +15,7 @@ from functools import cache
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Self
 
 COMMANDS = {
     "status": "status",
@@ -63,6 +64,16 @@ def metric(name: str) -> str:
     for before, now in METRICS.items():
         name = re.sub(f"^{before}$", now, name)
     return name
+
+
+class WasVerdict:
+    """A dataclass whose field `correct` was called `verdict`."""
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Answer the name of before. Raises TypeError."""
+        if "verdict" in named:
+            raise TypeError(f"`verdict` of {cls.__name__} is called `correct` now: rename it")
+        return super().__new__(cls)
 
 
 class OldNames(MetaPathFinder, InspectLoader):

@@ -4,7 +4,7 @@ Runs in: the driver and rollout actors (`Program`: problems of another task), an
 children (`ProgramEnvironment`: the process). Hides what a program is told, and what it is worth:
 
     {"prompt", "reference", "seed"} --stdin--> program --OPENAI_BASE_URL, OPENAI_API_KEY--> policy
-    rewards and verdict <--the last line of stdout, JSON--+
+    rewards and correct <--the last line of stdout, JSON--+
                                                           exit status other than 0 --> a failure
 
 How it is begun, read and ended is `program_process`'s.

@@ -39,11 +39,11 @@ class Importance(Section):
 
 
 class RejectionRule(Section):
-    """Keep tokens or responses whose score of proximal against behaviour policy is within bounds."""
+    """Keep tokens or responses whose score of proximal to behaviour policy is within bounds."""
 
     score: Literal["w", "k1", "k2", "k3", "difference"]
-    """Score of a token by w, its ratio of proximal to behaviour policy: w itself, -log w, (log w)^2 /
-    2, or w - 1 - log w; or the difference of both probabilities.
+    """Score of a token by w, its ratio of proximal to behaviour policy: w itself, -log w,
+    (log w)^2 / 2, or w - 1 - log w; or the difference of both probabilities.
     """
     reduce: Literal["token", "sum", "mean", "min", "max"]
     """Judge each token, or the whole response by the sum, mean, smallest or largest score of its

@@ -119,7 +119,7 @@ class _Scored:
                 f"score() leaves out {sorted(score.rewards.keys() - rewards)}; rewards of an "
                 "episode are added up, so a component without a value is 0 here"
             )
-        return Observation(rewards=rewards, verdict=score.verdict, done=True)
+        return Observation(rewards=rewards, correct=score.correct, done=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -201,7 +201,7 @@ def _answered(action: Action, results: Sequence[tuple[str, bool]]) -> Observatio
     failed = sum(not right for _, right in results) + bool(action.unreadable)
     return Observation(
         messages,
-        verdict=0.0,
+        correct=0.0,
         invalid=failed > 0,
         metrics={"tool_calls": float(len(action.tool_calls)), "tool_errors": float(failed)},
     )

@@ -32,4 +32,4 @@ found = asyncio.run(environment.evaluate(policy, "policy", num_examples=1))
 if episode.get("error"):
     sys.exit(f"{episode['error']}")  # never scored: the group is issued again
 right = float(episode["reward"])
-print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+print(json.dumps({"rewards": {"correct": right}, "correct": right}))

@@ -109,7 +109,7 @@ def test_rows_are_shown_with_their_label_and_the_row_that_they_come_from() -> No
 
     asyncio.run(scenario())
     shown = Shown(1, episode, 1.0)
-    assert [line for line in shown.lines(text) if line.startswith("  row")] == [
+    assert [line for line in shown.lines(text) if line.startswith("  sequence")] == [
         "  sequence 0, of 'solver'",
         "  sequence 1, of 'judge'",
         "  sequence 2, anew: branch after sequence 1, of 'judge'",
