@@ -39,8 +39,7 @@ MODULES = {
 }
 """Module that scripts and configurations name -> its name now."""
 METRICS = {
-    r"(train|replay|plan)/lag_(mean|max|min|span)": r"\1/staleness_\2",
-    r"train/lag_([\d+-]+)/lag_(mean|max|span)": r"train/staleness_\1/staleness_\2",
+    r"(train|replay|plan)/(lag_[\d+-]+/)?lag_(mean|max|min|span)": r"\1/\2staleness_\3",
     r"train/lag_([\d+-]+)/(.+)": r"train/staleness_\1/\2",
     r"(train/.*)row_length": r"\1sequence_length",
     r"(train/.*)rejected_rows": r"\1rejected_sequences",
@@ -48,8 +47,7 @@ METRICS = {
     r"rollout/versions_per_row": "rollout/versions_per_response",
     r"replay/starved_s": "replay/learner_idle_s",
     r"time/learner/starved": "time/learner/idle",
-    r"time/learner/publishing": "time/learner/weight_sync",
-    r"time/publish": "time/weight_sync",
+    r"time/(learner/)?publish(ing)?": r"time/\1weight_sync",
     r"time/learner_anchor": "time/learner_proximal",
     r"weights/publications": "weights/syncs",
     r"plan/error_lag": "plan/error_staleness",
@@ -70,7 +68,7 @@ class WasVerdict:
     """A dataclass whose field `correct` was called `verdict`."""
 
     def __new__(cls, *values: object, **named: object) -> Self:
-        """Answer the name of before. Raises TypeError."""
+        """Raise TypeError for the name of before."""
         if "verdict" in named:
             raise TypeError(f"`verdict` of {cls.__name__} is called `correct` now: rename it")
         return super().__new__(cls)

@@ -146,8 +146,8 @@ class ProgramEnvironment:
             raise RuntimeError(f"the program ended with {how}: {ended.err}")
         if ended.cut:
             raise RuntimeError(
-                f"the last line of the program has {KEPT // 1024} KiB or more, and a result less: "
-                "put what is long into a file"
+                f"the last line of the program has {KEPT // 1024} KiB or more; a result must be "
+                "shorter: write long data to a file"
             )
         try:
             found = json.loads(ended.out)

@@ -51,9 +51,7 @@ def row_weights(
             f"{max_response_length}; lengths cannot be negative"
         )
     if mode == "prompt-mean" and group_index is None:
-        raise ValueError(
-            "loss aggregation prompt-mean needs group_index, the prompt of each sequence"
-        )
+        raise ValueError("loss aggregation prompt-mean needs group_index, a prompt per sequence")
     if group_index is not None and len(group_index) != len(row_tokens):
         raise ValueError(
             f"group_index has {len(group_index)} entries for {len(row_tokens)} sequences; it holds "

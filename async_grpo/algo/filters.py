@@ -124,9 +124,7 @@ def filter_reason(
     if rule.bounds_accuracy:
         rate = accuracy(verdicts)
         if rate is None:
-            raise ValueError(
-                "a response is not judged correct or wrong, and the filter bounds the accuracy"
-            )
+            raise ValueError("a response is not judged, and the filter bounds the accuracy")
         if rule.accuracy_low is not None and rate <= rule.accuracy_low:
             return "too_hard"
         if rule.accuracy_high is not None and rate >= rule.accuracy_high:

@@ -100,9 +100,7 @@ def _harmonic(lag: Tensor, rate: float) -> Tensor:
 class Decay(Constants):
     """Constants of the clip schedule `exponential`."""
 
-    rate: float = number(
-        1.0, "What the clip interval is multiplied by per learner step of staleness.", ge=0, le=1
-    )
+    rate: float = number(1.0, "Factor of the clip interval per step of staleness.", ge=0, le=1)
     floor: float = number(0.0, "Smallest factor that the schedule may reach.", ge=0, le=1)
 
 

@@ -158,11 +158,12 @@ class Evaluations:
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
                     f"the evaluation of step {version.step} took longer than evaluation.timeout_s "
-                    f"= {self._config.evaluation.timeout_s:g} s and is given up"
+                    f"= {self._config.evaluation.timeout_s:g} s and is cancelled"
                 )
                 return
             self._listener.note(
-                f"the evaluation of step {version.step} begins again with the weights of now: {why}"
+                f"the evaluation of step {version.step} starts again with the current weights: "
+                f"{why}"
             )
 
     async def _by(

@@ -103,7 +103,7 @@ class TrainingSamples:
                 "correct": row.verdict,
                 "finish_reason": row.finish_reason,
                 "staleness": max(
-                    (step - 1 - span.policy_version for span in row.versions), default=0
+                    (step - 1 - one.policy_version for one in row.versions), default=0
                 ),
             }
             for row in ([ranked[-1], ranked[0]] if len(ranked) > 1 else ranked)

@@ -412,8 +412,8 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (
-            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists "
-            "only after the learner's forward pass, and groups are filtered before; use "
+            "`replay.filter_groups.metric: seq_final_reward` includes the token KL, which is "
+            "not known when groups are filtered; use "
             "seq_reward (shaped), score, acc or the name of a reward component."
         )
     if not groups.metric:

@@ -458,8 +458,8 @@ def preflight_files(config: Config) -> None:
         )
     if os.path.exists(run_dir / "config.yaml") and not _is_stored(run_dir / "config.yaml"):
         raise ConfigError(
-            f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote, and "
-            "which a run would replace; choose another directory."
+            f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote; a "
+            "run would replace it. Choose another directory."
         )
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     try:

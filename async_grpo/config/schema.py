@@ -149,8 +149,7 @@ class WeightSync(Section):
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per weight sync; at most `replay.max_staleness + 1`."""
     kv_cache: Annotated[
-        Literal["auto", "recompute", "keep"],
-        warn("under which weights a running response continues"),
+        Literal["auto", "recompute", "keep"], warn("under which weights responses continue")
     ] = "auto"
     """Running responses after a weight sync: recompute their cache, or keep the old one; `auto`
     recomputes while that takes at most 5 % of an engine's time, by its own measurements.
@@ -303,9 +302,7 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner's log-probabilities use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must stay 1 while training: the learner does not renormalise over the sampler's top-p / top-k
-    support.
-    """
+    """Must stay 1 while training: the learner does not renormalise over the top-p support."""
     top_k: NonNegative = 0
     """Must stay 0 (off) while training, for the same reason."""
     repetition_times: Annotated[int | None, Field(ge=2)] = None

@@ -42,9 +42,7 @@ def with_tools(task: Task, names: Sequence[str]) -> Task:
             raise TaskError(f"environment.tools: there are two tools {function.__name__!r}")
     schemas = [one for one in own if isinstance(one, dict)]
     if functions and isinstance(task, HasPlayers):
-        raise TaskError(
-            "environment.tools: an agent that plays episodes over HTTP brings its own tools"
-        )
+        raise TaskError("environment.tools: an agent over HTTP brings its own tools")
     return TaskWithTools(task, functions, schemas) if functions or schemas else task
 
 
@@ -116,8 +114,8 @@ class _Scored:
         rewards = {name: value for name, value in score.rewards.items() if value is not None}
         if len(rewards) < len(score.rewards):
             raise TypeError(
-                f"score() leaves out {sorted(score.rewards.keys() - rewards)}; rewards of an "
-                "episode are added up, so a component without a value is 0 here"
+                f"score() leaves out {sorted(score.rewards.keys() - rewards)}; in an "
+                "episode, rewards are added up: return 0 for a component without a value"
             )
         return Observation(rewards=rewards, correct=score.correct, done=True)
 

@@ -260,8 +260,8 @@ class Writer:
         if self._error is None:
             self._error = (
                 f"the journal in {self.directory} cannot be written ({error.strerror or error}); "
-                "nothing after this is recorded. Free space or mend the disk and start the same "
-                "command again, or go on without a journal: replay.journal.enable=false"
+                "nothing after this is recorded. Free space or repair the disk and start the same "
+                "command again, or continue without a journal: replay.journal.enable=false"
             )
         return JournalError(self._error)
 

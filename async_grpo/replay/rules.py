@@ -222,7 +222,7 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float | None:
         return shaping.shape(row.rewards, row.length)
     if metric == "acc":
         if row.verdict is None:
-            raise ValueError("a response is not judged correct or wrong, and `acc` needs that")
+            raise ValueError("a response is not judged, and the metric `acc` needs that")
         return row.verdict
     if metric not in row.rewards and metric in shaping.weights:
         return None

@@ -244,9 +244,9 @@ class LearnerSupervisor:
         )
         if weights.different:
             self._listener.note(
-                f"the weights differ from version {weights.different[0]} on: kernels that are not "
-                "deterministic. Tokens keep the log-probs with which they "
-                "were sampled, so the importance ratios stay right"
+                f"the weights differ from version {weights.different[0]} on, because of "
+                "kernels that are not deterministic. Tokens keep the log-probs with which they "
+                "were sampled, so the importance ratios stay correct"
             )
 
     async def _digest(self, version: int) -> str:

@@ -491,10 +491,7 @@ class Trainer:
                 "to continue from there"
             )
         if self.stop_requested:
-            return (
-                "nothing is trained: the run was asked to end; another trainer continues from its "
-                "checkpoint"
-            )
+            return "nothing is trained: the run was asked to end; continue in a new trainer"
         return ""
 
     def _begin_what_is_due(self, metrics: dict[str, float], *, before: int) -> None:

@@ -100,8 +100,8 @@ def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
         )
     if not any(settings.rewards.values()):
         raise TaskError(
-            "task.rewards gives every component the weight 0, so no response would be better than "
-            "another; give one of them a weight"
+            "task.rewards gives every component the weight 0, so that all responses are equal; "
+            "give one of them a weight"
         )
     return {name: settings.rewards.get(name, 0.0) for name in task.weights}
 
@@ -113,8 +113,8 @@ def refuse_rows(settings: schema.TaskConfig) -> None:
     for key, given in (("train", settings.train), ("eval", settings.eval)):
         if given is not None and ":" not in settings.name:
             raise TaskError(
-                f"task.{key} is {given!r}, but task {settings.name} makes its problems itself; "
-                "leave it out, or choose a task with rows (docs/tasks.md)"
+                f"task.{key} is {given!r}, but task {settings.name} generates its problems; "
+                "leave it out, or choose a task with data rows (docs/tasks.md)"
             )
 
 

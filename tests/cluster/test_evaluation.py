@@ -216,7 +216,7 @@ async def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_we
     assert list(run.dropped) == ["a1"] and [step for step, _ in run.results] == [1]
     assert (
         run.notes[0]
-        == "the evaluation of step 0 begins again with the weights of now: its engine died"
+        == "the evaluation of step 0 starts again with the current weights: its engine died"
     )
     assert not run.failures and run.coordinator.serving() == [one]
     await publish(run, 2)
@@ -259,7 +259,7 @@ async def test_one_that_takes_too_long_is_given_up_and_training_goes_on(
     await run.begin()
     await run.evaluations.finish()
     assert run.notes == [
-        "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is given up"
+        "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is cancelled"
     ]
     assert not run.results and not run.failures and len(cancelled) == 1, (
         "the engine is told to stop answering"

@@ -61,7 +61,7 @@ def test_a_component_of_an_episode_has_a_value() -> None:
 
     environment = with_tools(Silent(None, 0), ["calculator"]).environment()
     environment.reset("two", 0)
-    with pytest.raises(TypeError, match=r"leaves out \['right'\].* is 0 here"):
+    with pytest.raises(TypeError, match=r"leaves out \['right'\].* return 0 for a component"):
         environment.step(Action("two", [1], "stop"))
 
 

@@ -176,7 +176,7 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     text = (tmp_path / "log.txt").read_text()
     assert (
         f"evaluated step {every} on {lent.actor_id}" in text
-        and "begins again with the weights of now: its engine died" in text
+        and "starts again with the current weights: its engine died" in text
     )
     assert len(deaths) == 1 and victim.actor_id in deaths[0]
     assert results[0][1]["eval/learner_waited_s"] == 0 and [step for step, _ in results] == sorted(

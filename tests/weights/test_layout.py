@@ -139,5 +139,5 @@ def test_labels_are_ordered_pairs() -> None:
         "v-1.2",
     ):
         assert not is_version(label)
-        with pytest.raises(ValueError, match="which no publication set"):
+        with pytest.raises(ValueError, match="which no weight sync set"):
             parse_label(label)

@@ -51,9 +51,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
 Values of each that change nothing.
 """
 _STOPS = (
-    "a stop string ends a turn within a token, so that its tokens are not those of the policy, and "
-    "the run says at which tokens turns end; let the model end its turns, and cut the text off in "
-    "the client"
+    "a stop string may end a turn inside a token, and the run decides which tokens end a turn; let "
+    "the model end its turns, and cut the text off in the client"
 )
 _GRAMMAR = "a grammar would change what is sampled; ask for the form in the prompt"
 _LOGPROBS = (

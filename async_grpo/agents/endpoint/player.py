@@ -205,9 +205,7 @@ class ServedPlayer:
                     self._formats.pop(next(iter(self._formats)))
                 self._formats[key] = self._make(tools)
         except Exception as error:
-            raise RequestError(
-                400, f"these tools cannot be described to the model: {error}"
-            ) from error
+            raise RequestError(400, f"the model cannot be given these tools: {error}") from error
         return self._formats[key]
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -155,8 +155,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 def of_now(facts: dict[str, Any]) -> dict[str, Any]:
     """Return what a status.json says, maybe one of before, under the names of now."""
     metrics = {metric(name): value for name, value in facts.get("metrics", {}).items()}
-    bottleneck = facts.pop("verdict", None)
-    return {"bottleneck": bottleneck, **facts, "metrics": metrics}
+    return {"bottleneck": facts.pop("verdict", None), **facts, "metrics": metrics}
 
 
 def condition(facts: dict[str, Any], *, now: float) -> Condition:

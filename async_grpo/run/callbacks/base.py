@@ -37,7 +37,6 @@ class Callback:
     """
 
     def __init_subclass__(cls) -> None:
-        """Refuse a method of an earlier version, which nobody would call. Raises TypeError."""
         if hasattr(cls, "on_publication"):
             raise TypeError(
                 f"{cls.__name__}.on_publication is called on_weight_sync now: rename it"

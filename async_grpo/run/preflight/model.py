@@ -155,8 +155,8 @@ def check_fit(
         isinstance(problem.prompt, str) for problem in sample.values()
     ):
         yield (
-            f"note: {model} has a chat template, and the prompts of task {config.task.name} are "
-            "plain texts, which go to it as they are: lists of messages are rendered by it"
+            f"note: {model} has a chat template, but the prompts of task {config.task.name} "
+            "are plain text: the template is applied to lists of messages only"
         )
     yield from _check_answers(config, list(sample.values()), tokenizer)
     _check_trained(config, model)
@@ -196,15 +196,14 @@ def _check_episodes(config: Config, task: Task) -> None:
     if config.checkpoint.partial_rollouts and not stays:
         raise SetupError(
             "`checkpoint.partial_rollouts` is true, but the environment of task "
-            f"{config.task.name} does not say that it can be put back to where it was "
-            "(`replayable = True`: the same actions lead to the same answers); set it to false, "
-            "and groups under way are generated again after a resume"
+            f"{config.task.name} is not marked `replayable = True` (the same actions lead to the "
+            "same answers). Set it to false; then a resume generates groups under way again"
         )
     tools = played.tools if isinstance(played, TaskWithTools) else []
     if tools and len(task) and isinstance(task.train(0).prompt, str):
         raise SetupError(
             f"there are tools ({', '.join(tool['function']['name'] for tool in tools)}), but task "
-            f"{config.task.name} poses text, in which nothing would describe them: let it pose "
+            f"{config.task.name} has plain-text prompts, which cannot describe them: use "
             "chat messages (for built-in tasks task.options.style=chat)"
         )
 

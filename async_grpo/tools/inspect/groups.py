@@ -25,6 +25,7 @@ Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
 RewardWeights = Mapping[str, float]
 """Component -> its weight; without any, the first component is the reward."""
+STALENESS = ("staleness_min", "staleness_max")
 SORT_KEYS = {
     "id": "group_id",
     "reward": "reward",
@@ -136,9 +137,7 @@ def group_facts(history: History, record: GroupRecord, weights: RewardWeights) -
         "versions": [],
         "rewards": {},
         "responses": 0,
-        **dict.fromkeys(
-            ("staleness_min", "staleness_max", "reward", "accuracy", "truncated", "seconds")
-        ),
+        **dict.fromkeys((*STALENESS, "reward", "accuracy", "truncated", "seconds")),
         **dict.fromkeys(("length_min", "length_mean", "length_max", "finished_at")),
         "actor": record.actor_id,
         "reason": _reason(record),
@@ -426,7 +425,7 @@ def _cells(facts: Facts, components: Sequence[str]) -> list[tuple[str, str]]:
         ("step", str(facts["step"] or "")),
         ("ticket", "" if ticket is None else f"v{ticket}"),
         ("sampled", f"v{_range(versions[0], versions[-1])}" if versions else ""),
-        ("staleness", _range(facts["staleness_min"], facts["staleness_max"])),
+        ("staleness", _range(*(facts[name] for name in STALENESS))),
         *((name, _number(facts["rewards"].get(name))) for name in components),
         ("accuracy", "" if accuracy is None else f"{accuracy:.0%}"),
         ("tokens", _tokens(facts)),

@@ -155,9 +155,7 @@ def gantt(window: Window | None) -> Figure | None:
         _area(next(lanes), window, parts, actor)
     if window.ready:
         _area(next(lanes), window, [(window.ready, PURPLE, "ready")], "queue")
-    learner: list[Bars] = [
-        (spans, CAUSES[name], 1, name.replace("_", " ")) for name, spans in window.learner.items()
-    ]
+    learner: list[Bars] = [(spans, CAUSES[name], 1, name) for name, spans in window.learner.items()]
     _bars(next(lanes), window, learner, "learner")
     if marks:
         published: list[Bars] = [(window.publications, BLUE, 0.8, "weight sync")]
@@ -207,8 +205,11 @@ def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[
 
 def _bars(axis: Axes, window: Window, parts: list[Bars], label: str) -> None:
     for spans, colour, alpha, name in parts:
-        bars = [(begin - window.begin, end - begin) for begin, end in spans]
-        axis.broken_barh(bars, (0, 1), color=colour, alpha=alpha, label=name, linewidth=0)
+        bars, text = (
+            [(begin - window.begin, end - begin) for begin, end in spans],
+            name.replace("_", " "),
+        )
+        axis.broken_barh(bars, (0, 1), color=colour, alpha=alpha, label=text, linewidth=0)
     axis.set_yticks([])
     _label(axis, label)
 

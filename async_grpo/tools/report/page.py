@@ -203,14 +203,14 @@ PLOTS = (
         "Above, the mean reward of the groups that each step trained (thin) and its "
         "running mean; with filtered groups it is not the reward of the policy on "
         "all prompts. Below, accuracy on problems that are never trained: dots with 95 % "
-        "intervals are measured, the lines between them are not. This says whether it learns.",
+        "intervals are measured. This says whether the policy learns.",
         "No learner step was logged, and nothing was evaluated.",
     ),
     Plot(
         "rewards",
         "Reward components, and groups that teach little",
-        "Above, the mean of each raw reward component: one that rises while another falls is "
-        "where a policy finds a way around the task. Below, groups whose responses are all right "
+        "Above, the mean of each raw reward component: one that rises while another falls "
+        "points to reward hacking. Below, groups whose responses are all right "
         "or all wrong, which have no advantage, and responses that the limit cut off.",
         "No learner step reported its rewards.",
     ),
@@ -265,8 +265,8 @@ PLOTS = (
     Plot(
         "goodput",
         "Where tokens and time went",
-        "What became of everything that was generated, and what learner and engines did "
-        "with their time. Only trained tokens and working time bring the run forward.",
+        "What became of all generated tokens, and how learner and engines spent "
+        "their time. Only trained tokens and working time bring the run forward.",
         "No learner step was logged.",
     ),
     Plot(

@@ -324,8 +324,7 @@ class VllmEngine:
             logprobs = state.logprobs_processor.logprobs.logprobs
             if len(tokens) != len(logprobs):
                 raise EngineError(
-                    f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs; it "
-                    "is discarded"
+                    f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs"
                 )
             starts = state.weight_version_starts
             ends = [start for _, start in starts[1:]] + [len(tokens)]
