@@ -36,7 +36,7 @@ VERBS = {
     "inspect": ("async_grpo.tools.inspect.command", "show what became of a run's groups"),
     "retrain": ("async_grpo.run.retrain", "train the learner alone on a run's recorded batches"),
     "eval": ("async_grpo.tools.evaluate.command", "measure accuracy on held-out problems"),
-    "export": ("async_grpo.tools.export", "copy a checkpoint's model to a directory of its own"),
+    "export": ("async_grpo.tools.export", "copy a checkpoint's model to a separate directory"),
     "serve": ("async_grpo.tools.serve.command", "serve a policy to an agent, and show episodes"),
     "migrate": ("async_grpo.tools.migrate.command", "convert a configuration of another system"),
     "recipes": ("async_grpo.config.recipes", "list the recipes"),

@@ -14,11 +14,11 @@ EXIT_MEANING = {
     1: "an unexpected error; the traceback above says where",
     2: "the configuration, an input file or the cluster's resources do not fit",
     3: "the data has no learning signal left, or too many groups failed",
-    4: "a process died too often, or one died that cannot be replaced, or checkpoints cannot "
-    "be written",
+    4: "too many process deaths, the death of a process that cannot be replaced, or failed "
+    "checkpoints",
     5: "the run stalled: a wait reached its deadline",
-    6: "the numbers are wrong: a loss or gradient is not finite, an engine does not compute "
-    "with the learner's weights, or a token is too old",
+    6: "wrong numbers: a loss or gradient that is not finite, an engine without the learner's "
+    "weights, or a token that is too old",
     7: "the journal of the replay queue cannot be written or read",
 }
 

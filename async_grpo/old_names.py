@@ -7,12 +7,15 @@ Runs in: any process. Hides the import system: `python -m async_grpo.status` and
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Self
 
 COMMANDS = {
     "status": "status",
@@ -35,7 +38,40 @@ MODULES = {
     "environments.adapters": "contrib.adapters",
 }
 """Module that scripts and configurations name -> its name now."""
+METRICS = {
+    r"(train|replay|plan)/(lag_[\d+-]+/)?lag_(mean|max|min|span)": r"\1/\2staleness_\3",
+    r"train/lag_([\d+-]+)/(.+)": r"train/staleness_\1/\2",
+    r"(train/.*)row_length": r"\1sequence_length",
+    r"(train/.*)rejected_rows": r"\1rejected_sequences",
+    r"rollout/(masked|mixed_version)_rows": r"rollout/\1_responses",
+    r"rollout/versions_per_row": "rollout/versions_per_response",
+    r"replay/starved_s": "replay/learner_idle_s",
+    r"time/learner/starved": "time/learner/idle",
+    r"time/(learner/)?publish(ing)?": r"time/\1weight_sync",
+    r"time/learner_anchor": "time/learner_proximal",
+    r"weights/publications": "weights/syncs",
+    r"plan/error_lag": "plan/error_staleness",
+}
+"""Name of a metric in a run of before, as a regular expression -> its name now."""
 _PACKAGE = __name__.rpartition(".")[0]
+
+
+@cache
+def metric(name: str) -> str:
+    """Return the present name of a metric, which may be one of before."""
+    for before, now in METRICS.items():
+        name = re.sub(f"^{before}$", now, name)
+    return name
+
+
+class WasVerdict:
+    """A dataclass whose field `correct` was called `verdict`."""
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Raise TypeError for the name of before."""
+        if "verdict" in named:
+            raise TypeError(f"`verdict` of {cls.__name__} is called `correct` now: rename it")
+        return super().__new__(cls)
 
 
 class OldNames(MetaPathFinder, InspectLoader):

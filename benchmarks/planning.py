@@ -88,7 +88,7 @@ def run(case: Case, directory: Path, *, model: str) -> dict[str, Any]:
     row = measured(command, directory, skip=case.skip, last=case.steps - 1)
     return {
         "tokens_per_s": row["tokens"] / row["seconds"],
-        "idle": row["shares"]["learner/starved"],
+        "idle": row["shares"]["learner/idle"],
         "lag_mean": row["lag_mean"],
         "plan": json.loads((directory / "plan.json").read_text(encoding="utf-8")),
     }

@@ -92,8 +92,8 @@ def run_seed(
         "steps": len(steps),
         "first_step_s": steps[0]["time"] - started,
         "total_s": time.time() - started,
-        "lag_max": max(line["train/lag_max"] for line in steps),
-        "publishing": sum(line["time/publish"] for line in steps) / rl_seconds,
+        "lag_max": max(line["train/staleness_max"] for line in steps),
+        "publishing": sum(line["time/weight_sync"] for line in steps) / rl_seconds,
         "tokens_per_s": sum(line["rollout/response_tokens"] for line in steps) / rl_seconds,
         "peak_gb": peak / 1024,
     }

@@ -98,7 +98,7 @@ def _options(choice: Setting) -> list[str]:
         return []
     key = choice.name.rpartition(".")[2]
     rows = [
-        f"\nOptions of `{key}`, beside its `name`:\n",
+        f"\nOptions of `{key}`, besides its `name`:\n",
         "| name | option | allowed | default | meaning |",
         "| --- | --- | --- | --- | --- |",
     ]

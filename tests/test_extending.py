@@ -202,7 +202,9 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
             metrics |= MetricSums.from_wire(learner.train(values, coef)).means()
             assert all(np.isfinite(value) for value in metrics.values())
             assert metrics["train/grad_norm"] > 0
-            assert ("train/importance_weight" in metrics) and metrics["train/lag_max"] == step - 1
+            assert ("train/importance_weight" in metrics) and metrics[
+                "train/staleness_max"
+            ] == step - 1
     finally:
         learner.close()
 
@@ -226,7 +228,7 @@ def test_a_metric_of_the_ranks_is_added_in_one_file(monkeypatch: pytest.MonkeyPa
     )
     row = MetricSums.from_wire(sums.to_wire()).means()
     assert row["train/flips"] == row["train/ratio"]
-    assert any(re.fullmatch(r"train/lag_\d+/flips", name) for name in row)
+    assert any(re.fullmatch(r"train/staleness_\d+/flips", name) for name in row)
     with monkeypatch.context() as patched:
         patched.setattr(algo_metrics, "CHARTS", f"{algo_metrics.CHARTS}|flips")
         assert importlib.reload(shown).shown("train/flips", 0.5) == "train/flips"

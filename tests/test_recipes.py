@@ -47,7 +47,7 @@ def test_a_recipe_trains_two_steps(name: str, model: str, tmp_path: Path) -> Non
     with two_steps(config, model) as (learner, found):
         for step, metrics in enumerate(found, 1):
             assert (metrics["rollout/zero_std_groups"] == 1) == (config.rollout.group_size == 1)
-            assert metrics["train/lag_max"] == min(step - 1, config.replay.max_staleness)
+            assert metrics["train/staleness_max"] == min(step - 1, config.replay.max_staleness)
         expect(config, found[-1], learner)
 
 
@@ -58,7 +58,7 @@ def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:
     assert ("rollout/reward_kl" in metrics) == algorithm.add_token_level_kl
     assert ("rollout/baseline_reward" in metrics) == (algorithm.adv_estimator.name == "remax")
     assert ("train/importance_weight" in metrics) == (algorithm.importance.level != "none")
-    assert ("time/learner_anchor" in metrics) == (algorithm.anchor == "recomputed")
+    assert ("time/learner_proximal" in metrics) == (algorithm.anchor == "recomputed")
     if algorithm.advantage_clip is not None:
         assert metrics["rollout/advantage_abs_max"] <= algorithm.advantage_clip
     if config.model.reference_refresh_steps:

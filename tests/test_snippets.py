@@ -97,7 +97,7 @@ def an_agent_scores(blocks: list[Snippet], row: str) -> None:
             seen = await asyncio.wait_for(environment.step(Action("")), 120)
         finally:
             await environment.close()
-        return seen.rewards["correct"], seen.verdict
+        return seen.rewards["correct"], seen.correct
 
     async def all_of_them() -> list[tuple[float, float | None]]:
         with answering_endpoint("42") as right, answering_endpoint("41") as wrong:
@@ -123,7 +123,7 @@ def rows_are_scored(blocks: list[Snippet], row: str) -> None:
     task = load_task(config.task, config.seed)
     problem = task.train(0)
     assert problem.prompt[0]["content"].startswith("What is 17 + 25?")
-    worth = [task.score(said, problem.reference).verdict for said in ("It is 42.", "It is 43.")]
+    worth = [task.score(said, problem.reference).correct for said in ("It is 42.", "It is 43.")]
     assert worth == [1.0, 0.0]
 
 

@@ -4,7 +4,7 @@ Runs in: the driver and rollout actors (`Program`: problems of another task), an
 children (`ProgramEnvironment`: the process). Hides what a program is told, and what it is worth:
 
     {"prompt", "reference", "seed"} --stdin--> program --OPENAI_BASE_URL, OPENAI_API_KEY--> policy
-    rewards and verdict <--the last line of stdout, JSON--+
+    rewards and correct <--the last line of stdout, JSON--+
                                                           exit status other than 0 --> a failure
 
 How it is begun, read and ended is `program_process`'s.
@@ -146,8 +146,8 @@ class ProgramEnvironment:
             raise RuntimeError(f"the program ended with {how}: {ended.err}")
         if ended.cut:
             raise RuntimeError(
-                f"the last line of the program has {KEPT // 1024} KiB or more, and a result less: "
-                "put what is long into a file"
+                f"the last line of the program has {KEPT // 1024} KiB or more; a result must be "
+                "shorter: write long data to a file"
             )
         try:
             found = json.loads(ended.out)

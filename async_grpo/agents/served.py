@@ -79,15 +79,17 @@ def result_of(found: object, said: str) -> Observation:
     """
     if not isinstance(found, dict) or not isinstance(found.get("rewards"), dict):
         raise ValueError(
-            'must be JSON like {"rewards": {"correct": 1.0}, "verdict": 1}; it was '
+            'must be JSON like {"rewards": {"correct": 1.0}, "correct": 1}; it was '
             f"{said[:LONGEST_SHOWN]!r}"
         )
+    if "verdict" in found:
+        raise ValueError('the key "verdict" is called "correct" now: rename it')
     reason = found.get("finish_reason", "env_done")
     return Observation(
         reason if isinstance(reason, str) else "env_done",
         found["rewards"],
         done=True,
-        verdict=found.get("verdict"),
+        correct=found.get("correct"),
         metrics=found.get("metrics") or {},
     )
 

@@ -108,11 +108,11 @@ def token_advantages(
     traits = ESTIMATORS.require(estimator)
     if not traits.returns:
         raise ValueError(
-            f"estimator {estimator!r} gives one advantage per row; use compute_advantages or "
+            f"estimator {estimator!r} gives one advantage per sequence; use compute_advantages or "
             "row_advantages"
         )
     if (traits.baseline or traits.turns) != (reward_baselines is not None):
-        whose = "each row's greedy response" if traits.baseline else "the group's trajectories"
+        whose = "each sequence's greedy response" if traits.baseline else "the group's trajectories"
         need = (
             f"needs reward_baselines, the reward of {whose} [B]"
             if traits.baseline or traits.turns
@@ -382,7 +382,7 @@ def _check_plugin(estimator: str, advantages: Tensor, rewards: Tensor) -> None:
     if advantages.shape != rewards.shape:
         raise ValueError(
             f"estimator {estimator!r} returned {tuple(advantages.shape)} for rewards "
-            f"{tuple(rewards.shape)}; it must return one advantage per row"
+            f"{tuple(rewards.shape)}; it must return one advantage per sequence"
         )
     _check_finite(f"an advantage of {estimator!r}", advantages)
 

@@ -47,15 +47,15 @@ def row_weights(
         raise ValueError(f"unknown loss aggregation {mode!r}; choose one of {sorted(AGGREGATIONS)}")
     if min(row_tokens, default=0) < 0 or max_response_length < 1:
         raise ValueError(
-            f"rows of {list(row_tokens)} tokens with max_response_length {max_response_length}; "
-            "lengths cannot be negative"
+            f"sequences of {list(row_tokens)} tokens with max_response_length "
+            f"{max_response_length}; lengths cannot be negative"
         )
     if mode == "prompt-mean" and group_index is None:
-        raise ValueError("loss aggregation prompt-mean needs group_index, the prompt of each row")
+        raise ValueError("loss aggregation prompt-mean needs group_index, a prompt per sequence")
     if group_index is not None and len(group_index) != len(row_tokens):
         raise ValueError(
-            f"group_index has {len(group_index)} entries for {len(row_tokens)} rows; it holds the "
-            "prompt of each row"
+            f"group_index has {len(group_index)} entries for {len(row_tokens)} sequences; it holds "
+            "the prompt of each sequence"
         )
     groups = [0] * len(row_tokens) if group_index is None else list(group_index)
     prompts: Counter[int] = Counter()

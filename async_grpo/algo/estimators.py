@@ -75,7 +75,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What row estimators may use. `lengths` is [B] float64; `own`: the estimator's own options."""
+    """What an estimator per sequence may use. `lengths` is [B] float64; `own`: its options."""
 
     lengths: Tensor | None
     norm_by_std: bool

@@ -24,12 +24,12 @@ class GroupFacts:
     """What a plugin's filter knows of a group: one entry per response to be trained.
 
     `values`: the values of the rule's metric, None of a component that a response lacks.
-    `verdicts`: 0, 1 or None. `truncated`: the response hit the response budget. `rewards`: its
+    `correct`: 0, 1 or None. `truncated`: the response hit the response budget. `rewards`: its
     components by name. `lengths`: in tokens.
     """
 
     values: Sequence[float | None]
-    verdicts: Sequence[float | None]
+    correct: Sequence[float | None]
     truncated: Sequence[bool]
     rewards: Sequence[Mapping[str, float]]
     lengths: Sequence[int]
@@ -40,10 +40,10 @@ class FilterRule:
     """Which groups are rejected. A group stays if no condition that is set holds.
 
     `zero_variance`: the values of `metric` spread by at most `tolerance` (DAPO's dynamic sampling,
-    arXiv 2503.14476). `accuracy_low`, `accuracy_high`: the mean verdict is not strictly between
+    arXiv 2503.14476). `accuracy_low`, `accuracy_high`: the accuracy is not strictly between
     them; None leaves the side open. `all_truncated`: every response hit the response budget.
-    `metric` is `score` (weighted reward sum), `seq_reward` (the shaped reward), `acc` (the verdict)
-    or the name of a reward component. `custom`: a registered filter, with the values of its
+    `metric` is `score` (weighted reward sum), `seq_reward` (the shaped reward), `acc` (correct or
+    not) or the name of a reward component. `custom`: a registered filter, with the values of its
     `options`. Raises ValueError for bounds that no group or no number can meet.
     """
 
@@ -113,8 +113,8 @@ def filter_reason(
         or (rule.reads_metric and len(values) != len(verdicts))
     ):
         raise ValueError(
-            f"a group has {len(values)} values, {len(verdicts)} verdicts and {len(truncated)} "
-            "lengths; they must be equal and not 0"
+            f"a group has {len(values)} values, {len(verdicts)} correctness values and "
+            f"{len(truncated)} lengths; they must be equal and not 0"
         )
     known = [value for value in values if value is not None]
     if rule.zero_variance and zero_variance(known, tolerance=rule.tolerance):
@@ -124,7 +124,7 @@ def filter_reason(
     if rule.bounds_accuracy:
         rate = accuracy(verdicts)
         if rate is None:
-            raise ValueError("a response has no verdict, and the filter bounds the accuracy")
+            raise ValueError("a response is not judged, and the filter bounds the accuracy")
         if rule.accuracy_low is not None and rate <= rule.accuracy_low:
             return "too_hard"
         if rule.accuracy_high is not None and rate >= rule.accuracy_high:

@@ -19,7 +19,7 @@ class Ratios:
     """What an importance mode makes weights of; tensors have one shape, [B, T] or packed [N].
 
     `ratio`: w on every token at the configured level, float64, 1 on masked entries. `staleness`:
-    the lag per token in learner steps, None where the caller has none.
+    the staleness per token in learner steps, None where the caller has none.
     """
 
     ratio: Tensor

@@ -30,7 +30,7 @@ def norm_levels(
     if isinstance(reward_norm, Mapping):
         if reward_norm.keys() - {"mean", "std"} or shift or scale:
             raise ValueError(
-                f"reward_norm is {dict(reward_norm)}; a mapping has mean and std alone, and goes "
+                f"reward_norm is {dict(reward_norm)}; a mapping has mean and std alone, "
                 "without reward_shift and reward_scale"
             )
         found = [reward_norm.get("mean", "none"), reward_norm.get("std", "none")]

@@ -62,7 +62,7 @@ class Clip:
             raise ValueError(
                 f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; the "
                 "rate must be at least 0 (exponential: at most 1) and the floor between 0 and 1, "
-                "so that the interval never widens with lag"
+                "so that the interval never widens with staleness"
             )
         dual = 2.0 if self.dual is None else self.dual
         if not (0 <= self.low <= 1 and 0 <= self.high < math.inf and 1 < dual < math.inf):
@@ -86,7 +86,7 @@ def _constant(lag: Tensor, rate: float) -> Tensor:
 class Narrowing(Constants):
     """Constants of the clip schedule `harmonic`."""
 
-    rate: float = number(1.0, "Rate by which the clip interval narrows with the lag.", ge=0)
+    rate: float = number(1.0, "Rate by which the clip interval narrows with staleness.", ge=0)
     floor: float = number(0.0, "Smallest factor that the schedule may reach.", ge=0, le=1)
 
 
@@ -100,7 +100,7 @@ def _harmonic(lag: Tensor, rate: float) -> Tensor:
 class Decay(Constants):
     """Constants of the clip schedule `exponential`."""
 
-    rate: float = number(1.0, "What the clip interval is multiplied by per lag.", ge=0, le=1)
+    rate: float = number(1.0, "Factor of the clip interval per step of staleness.", ge=0, le=1)
     floor: float = number(0.0, "Smallest factor that the schedule may reach.", ge=0, le=1)
 
 
@@ -112,7 +112,7 @@ def _exponential(lag: Tensor, rate: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Inputs of every loss, all [B, T] or [N]; masked entries hold difference, advantage, lag 0."""
+    """Inputs of every loss, all [B, T] or [N]. Masked: difference, advantage, staleness are 0."""
 
     current: Tensor
     """Log-probs of the current policy; with `difference` and `log_ratio` what carries the gradient.
@@ -125,7 +125,7 @@ class Terms:
     """`difference`, clamped."""
     advantages: Tensor
     low: Tensor
-    """Widths of the clip interval by the token's lag."""
+    """Widths of the clip interval by the token's staleness."""
     high: Tensor
     valid: Tensor
     row_index: Tensor | None
@@ -135,7 +135,7 @@ class Terms:
     """The constants of the loss (`Sapo` and so on, or a plugin's), None without."""
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Lower and upper bound of the ratio, by the token's lag."""
+        """Lower and upper bound of the ratio, by the token's staleness."""
         return 1 - self.low, 1 + self.high
 
     def row_mean(self, values: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def gspo_token(terms: Terms) -> LossAndDiagnostics:
     return _clipped(bounded_exp(log_ratio), terms.advantages, terms.bounds())
 
 
-@POLICY_LOSSES.register("cispo", clipped=True, widths="1.0 (open at lag 0) and 4.0")
+@POLICY_LOSSES.register("cispo", clipped=True, widths="1.0 (open at staleness 0) and 4.0")
 def cispo(terms: Terms) -> LossAndDiagnostics:
     """l = -sg(clip(r)) A current: the clip bounds the weight, whatever the sign of A (`clipped_low`
     and `clipped_high` say where), and every token keeps gradient (arXiv 2506.13585).
@@ -353,8 +353,8 @@ class M2po(Constants):
 
     budget: float = number(
         0.04,
-        "Mean squared log ratio that the tokens which move away from the anchor may have; above "
-        "it the clip interval narrows.",
+        "Largest mean squared log ratio of the tokens that move away from the proximal policy; "
+        "above it the clip interval narrows.",
         gt=0,
     )
 
@@ -506,8 +506,8 @@ def policy_loss(
 
     `logprobs` are the current policy's, with gradient; `anchor_logprobs` the trust region's centre;
     `behavior_logprobs` the sampler's (equal to the anchor when that is the behaviour policy);
-    `advantages` one per token; `staleness` the lag per token in learner steps; `weights` multiply
-    the whole loss of a token, without gradient. `row_index` int64, the row of each packed token, is
+    `advantages` one per token; `staleness` per token in learner steps; `weights` multiply the
+    whole loss of a token, without gradient. `row_index` int64, the row of each packed token, is
     needed by losses with the trait `rows` and by `opmd` at level "sequence". `selection` comes from
     `select_tokens` and is needed by losses with the trait `selects`: bool tokens, or a float bound.
     `options` are the constants of the loss; None is their defaults. Where `loss_mask` is 0 the loss
@@ -623,8 +623,9 @@ def _check_needs(name: str, terms: Terms) -> None:
     rows = traits.rows or (name == "opmd" and terms.options.level == "sequence")
     if rows and terms.row_index is None and terms.current.dim() != 2:
         raise ValueError(
-            f"policy loss {name} needs the rows of tokens of shape {tuple(terms.current.shape)}: "
-            "give row_index, the row of each packed token (int64), or tensors [B, T]"
+            f"policy loss {name} needs the sequence index of tokens of shape "
+            f"{tuple(terms.current.shape)}: give row_index, the sequence of each packed token "
+            "(int64), or tensors [B, T]"
         )
     bound, given = traits.selects == "bound", terms.selection
     if traits.selects and (given is None or (given.dtype == torch.bool) == bound):

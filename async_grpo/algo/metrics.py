@@ -2,9 +2,9 @@
 
 Runs in: learner ranks (tensors) and the driver (merging). Hides the table of diagnostics and when
 device values are read: tensors are queued and read once, when the numbers are asked for. Everything
-is counted over all tokens in the mask, and again per lag bucket (`train/lag_2/ppo_kl`); numbers of
-whole responses count each response with a token in the mask once, in the bucket of its oldest
-token.
+is counted over all tokens in the mask, and again per bucket of staleness
+(`train/staleness_2/ppo_kl`); numbers of whole responses count each response with a token in the
+mask once, in the bucket of its oldest token.
 
 Invariants: no mean of means; masked entries never count, whatever they hold; a metric without a
 single value does not exist instead of being 0; shapes never depend on values.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 CHARTS = (
     "entropy|kl|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess|importance_weight|importance_ess"
-    "|applied_weight|rejected|mismatch|mismatch_kl|lag_mean|lag_max|row_length"
+    "|applied_weight|rejected|mismatch|mismatch_kl|staleness_mean|staleness_max|sequence_length"
 )
 """Which metrics of this module trackers show, as a regular expression; all are in `metrics.jsonl`.
 """
 CHARTS_PER_LAG = "token_share|pg_clipfrac|ess|mismatch"
-"""Those that are shown per lag bucket too."""
+"""Those that are shown per bucket of staleness too."""
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
 ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
@@ -173,8 +173,8 @@ def lag_bucket(lag: int) -> str:
 
 _POWERS = 18
 _LABELS = [
-    f"train/lag_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))
-] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
+    f"train/staleness_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))
+] + [f"train/staleness_{2 ** (_POWERS - 1) + 1}+"]
 
 
 def loss_metrics(
@@ -220,10 +220,10 @@ def loss_metrics(
         **({} if mismatch is None else _mismatch(mismatch)),
         **_weighting(given.get("weights"), given.get("kept")),
         **{name: given[name] for name in ("kl", "entropy") if name in given},
-        "lag_mean": lag,
+        "staleness_mean": lag,
     }
     largest = {
-        "lag_max": lag,
+        "staleness_max": lag,
         "ratio_max": found["ratio"],
         "log_ratio_abs_max": found["log_ratio"].abs(),
         "advantage_abs_max": flat(advantages).abs(),
@@ -322,8 +322,8 @@ def _add_rows(
     length, oldest = total(valid.double()), most(lag)
     rho, any_token = bounded_exp(total(current - behavior)), length > 0
     columns = {
-        "row_length": length,
-        "lag_span": oldest + most(-lag),
+        "sequence_length": length,
+        "staleness_span": oldest + most(-lag),
         **_with_square("rho_seq", rho),
         **_perplexities(*(total(one) / length.clamp(min=1) for one in (current, behavior))),
     }
@@ -334,7 +334,7 @@ def _add_rows(
             "mismatch_ppl_ratio": bounded_exp(-mean),
         }
     if kept is not None:
-        columns["rejected_rows"] = total(kept) == 0
+        columns["rejected_sequences"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
 
 

@@ -59,8 +59,8 @@ def _index(values: Tensor, row_index: Tensor | None) -> Tensor:
     """Return the rows of packed values. Raises ValueError without them."""
     if row_index is None or row_index.shape != values.shape:
         raise ValueError(
-            f"values {tuple(values.shape)} need row_index, the row of each packed token, in the "
-            "same shape"
+            f"values {tuple(values.shape)} need row_index, the sequence of each packed token, in "
+            "the same shape"
         )
     return row_index
 

@@ -51,7 +51,7 @@ def told(error: BaseException) -> str:
         line += ", and Ray's memory monitor killed it; use fewer or smaller processes there"
     elif "OOM killer" in line:  # Ray's guesses, a paragraph of them
         line = line.partition(". Worker exit type")[0]
-        line += ", killed from outside or by a crash; `dmesg` tells whether memory was short"
+        line += ", killed from outside or by a crash; `dmesg` shows whether memory was short"
     return f"{type(error).__name__}: {line}"
 
 

@@ -154,16 +154,17 @@ class Evaluations:
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
-            back = f"the learner went back before step {version.step}"
+            back = f"the learner was rolled back before step {version.step}"
             why = "its engine died" if answers is None else back
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
                     f"the evaluation of step {version.step} took longer than evaluation.timeout_s "
-                    f"= {self._config.evaluation.timeout_s:g} s and is given up"
+                    f"= {self._config.evaluation.timeout_s:g} s and is cancelled"
                 )
                 return
             self._listener.note(
-                f"the evaluation of step {version.step} begins again with the weights of now: {why}"
+                f"the evaluation of step {version.step} starts again with the current weights: "
+                f"{why}"
             )
 
     async def _by(
@@ -256,14 +257,12 @@ def _accuracies(result: dict[str, float]) -> str:
         f"{result[name]:.1%}"
         for name in names
     ]
-    return ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
+    return ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, none judged"
 
 
 def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     """Line for the user about an evaluation while the run trains."""
-    who = (
-        f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while publications waited"
-    )
+    who = f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while weight sync waited"
     return (
         f"evaluated step {step} {who}: {_accuracies(result)} ({result['eval/seconds']:.1f} s; the "
         f"learner waited {result['eval/learner_waited_s']:.1f} s)"

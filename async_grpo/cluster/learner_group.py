@@ -304,7 +304,7 @@ class LearnerGroup:
         await self._serves.wait()
 
     async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Let every rank fetch its rows. Token KL summed per row, if rewarded."""
+        """Let every rank fetch its sequences. Token KL summed per sequence, if rewarded."""
         calls = [
             handle.call.remote("prepare", plan)
             for handle, plan in zip(self._handles, plans, strict=True)
@@ -326,7 +326,7 @@ class LearnerGroup:
         return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
 
     async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
-        """Bring the files into `directory` beside the steps; lists them. Raises StorageFailure."""
+        """Write the files into `directory` during training; lists them. Raises StorageFailure."""
         return {
             name: entry
             for files in _unless_failed(await self._all("finish_checkpoint", directory))

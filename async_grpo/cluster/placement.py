@@ -160,8 +160,7 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         needed = ", ".join(map(str, bundles(config, gpus=gpus)))
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
-            f"{needed}, the first for the one who starts it (as a trial of Ray Tune asks for them: "
-            "docs/library.md)"
+            f"{needed}, the first for the process that starts it (docs/library.md, Ray Tune)"
         )
     sharers = 2 if shared else 1
 
@@ -464,7 +463,7 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
     if device == "cpu" and config.seeded and recomputes:
         raise SetupError(
             "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a "
-            "publication; use rollout.seeded=off, weight_sync.kv_cache=keep, or "
+            "weight sync; use rollout.seeded=off, weight_sync.kv_cache=keep, or "
             "replay.max_staleness=0."
         )
     if device == "cpu" and (refused := next(speculation_on_cpu(config), None)):
@@ -475,5 +474,5 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
             f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and "
             "engines that are cut off notice it only after up to "
             f"{least:g} s (pause_s + {BUCKETS_IN_FLIGHT} x bucket_s + resume_s): they would be "
-            "taken for the culprit; raise it, or lower those."
+            "blamed for the delay; raise the first, or lower the others."
         )

@@ -1,8 +1,8 @@
 """The run's metrics on Ray's own metrics endpoint, for Prometheus.
 
-Runs in: the driver. Hides Ray's gauges and the names that Prometheus allows: `replay/lag_mean`
-becomes `ray_async_grpo_replay_lag_mean` with the label `run`. Each node's endpoint is in
-`ray.nodes()` as MetricsExportPort; the driver's has these.
+Runs in: the driver. Hides Ray's gauges and the names that Prometheus allows:
+`replay/staleness_mean` becomes `ray_async_grpo_replay_staleness_mean` with the label `run`. Each
+node's endpoint is in `ray.nodes()` as MetricsExportPort; the driver's has these.
 
 Invariants: a gauge has the value of the last line of `metrics.jsonl`, and one that has no value yet
 is not there; nothing here waits for anybody.
@@ -28,7 +28,7 @@ GROUPS = (
     "goodput/",
     "checkpoint/",
 )
-_BY_LAG = re.compile(r"/lag_[\d-]+/")
+_BY_STALENESS = re.compile(r"/staleness_[\d-]+/")
 
 
 class Exported:
@@ -39,12 +39,12 @@ class Exported:
         self._gauges: dict[str, Gauge] = {}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the gauges to what was logged of learner step `step`, metrics by lag left out."""
+        """Set the gauges to what was logged of learner step `step`, without buckets."""
         # evaluations and checkpoints are logged late, under the step that they belong to
         if "time/step" in metrics:
             self._set("step", step)
         for name, value in metrics.items():
-            if name.startswith(GROUPS) and not _BY_LAG.search(name) and math.isfinite(value):
+            if name.startswith(GROUPS) and not _BY_STALENESS.search(name) and math.isfinite(value):
                 self._set(name, value)
 
     def _set(self, name: str, value: float) -> None:

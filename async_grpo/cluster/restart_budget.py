@@ -80,7 +80,7 @@ class RestartBudget:
     def node_left(self, address: str, actor_ids: Sequence[str]) -> str:
         """Count a lost node as one fault, whatever was on it; the sentence."""
         self._faults.append(self._clock())
-        lost = ", ".join(actor_ids) or "a place for one"
+        lost = ", ".join(actor_ids) or "a free engine slot"
         self.deaths.append(f"node {address} left the cluster, and with it {lost}")
         return self.deaths[-1]
 

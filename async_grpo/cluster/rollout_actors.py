@@ -137,7 +137,7 @@ class ActorManager:
         if slot.engine is None or slot.engine not in self._alive:
             raise RunError(
                 "the rollout actor did not start: "
-                f"{self.deaths[-1] if self.deaths else 'its place is gone'}"
+                f"{self.deaths[-1] if self.deaths else 'its engine slot is gone'}"
             )
         return slot.engine.actor_id
 
@@ -318,7 +318,7 @@ class ActorManager:
             if not await self._may_restart(slot, fault):
                 return
             slot.engine = None
-            self._listener.note(f"{fault}; another actor takes its place")
+            self._listener.note(f"{fault}; another actor replaces it")
 
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
@@ -416,7 +416,7 @@ class ActorManager:
         """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
             engine = self._slots.begin(slot)
-            self._listener.note(f"{fault}; {engine.actor_id} takes its place")
+            self._listener.note(f"{fault}; {engine.actor_id} replaces it")
             again = await self._serve(engine)
             if again is None:
                 return

@@ -100,9 +100,11 @@ class TrainingSamples:
                 "response": _said(row, decode),
                 "tokens": len(row.behavior_logprobs),
                 "rewards": row.rewards,
-                "verdict": row.verdict,
+                "correct": row.verdict,
                 "finish_reason": row.finish_reason,
-                "lag": max((step - 1 - span.policy_version for span in row.versions), default=0),
+                "staleness": max(
+                    (step - 1 - one.policy_version for one in row.versions), default=0
+                ),
             }
             for row in ([ranked[-1], ranked[0]] if len(ranked) > 1 else ranked)
         ]

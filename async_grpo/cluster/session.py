@@ -95,7 +95,7 @@ class RaySession:
         """
         if client.ray.is_connected():
             raise SetupError(
-                "this process is a client of a Ray cluster (ray://), and a run needs to be in it: "
+                "this process is a Ray client (ray://), but a run must be inside the cluster: "
                 "submit the script with `ray job submit`, or start it on a node of the cluster"
             )
         if ray.is_initialized():
@@ -323,7 +323,7 @@ class RaySession:
             return None
         return (
             f"warning: every user of this machine can read {path}, the token of this Ray cluster, "
-            f"and can run code in it as you; `chmod 600 {path}` ends that"
+            f"and so run code as you; fix it with `chmod 600 {path}`"
         )
 
     def start_here(self, process: type, *arguments: Any, **options: Any) -> Any:

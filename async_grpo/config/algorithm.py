@@ -18,11 +18,11 @@ from async_grpo.config.section import Above0, AtLeast0, ModuleName, Positive, Se
 
 
 class Importance(Section):
-    """Weigh tokens or responses by how the anchor differs from the policy that sampled them."""
+    """Weigh tokens or responses by the proximal policy against the policy that sampled them."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Off-policy weight of the anchor against the behaviour policy: per token, its product over the
-    response, or its geometric mean.
+    """Importance weight of the proximal policy against the behaviour policy: per token, its product
+    over the response, or its geometric mean.
     """
     mode: Annotated[Chosen, OneOf("importance")] = Chosen(name="truncate")
     """Clamp a weight into [lower, upper] (truncated importance sampling), or set it to 0 outside
@@ -39,11 +39,11 @@ class Importance(Section):
 
 
 class RejectionRule(Section):
-    """Keep tokens or responses whose score of anchor against behaviour is within bounds."""
+    """Keep tokens or responses whose score of proximal to behaviour policy is within bounds."""
 
     score: Literal["w", "k1", "k2", "k3", "difference"]
-    """Score of a token by w, its ratio of anchor to behaviour policy: w itself, -log w, (log w)^2 /
-    2, or w - 1 - log w; or the difference of both probabilities.
+    """Score of a token by w, its ratio of proximal to behaviour policy: w itself, -log w,
+    (log w)^2 / 2, or w - 1 - log w; or the difference of both probabilities.
     """
     reduce: Literal["token", "sum", "mean", "min", "max"]
     """Judge each token, or the whole response by the sum, mean, smallest or largest score of its
@@ -152,7 +152,7 @@ class Algorithm(Section):
     policy_loss: Annotated[Chosen, OneOf("policy_loss")] = Chosen(name="ppo_clip")
     """Loss of one token; or a plugin's loss."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Half-width of the clip interval around ratio 1, for sides without a value of their own."""
+    """Half-width of the clip interval around ratio 1, for sides without a separate value."""
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] | None = None
     """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open where the
     schedule does not narrow it.
@@ -170,27 +170,27 @@ class Algorithm(Section):
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Bound of the loss for negative advantages when `dual_clip_loss` is on."""
     clip_schedule: Annotated[Chosen, OneOf("clip_schedule")] = Chosen(name="constant")
-    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
-    rate^k.
+    """How the clip interval shrinks with a token's staleness k: not at all, eps / (1 + rate k), or
+    eps rate^k.
     """
     anchor: Literal["behavior", "recomputed", "interpolated"] = "behavior"
-    """Centre of the trust region: the policy that sampled each token, the learner's policy before
-    the step (one more forward pass), or a mixture of both by the token's lag (A-3PO, no forward
-    pass).
+    """Proximal policy, the centre of the trust region: the policy that sampled each token, the
+    learner's policy before the step (one more forward pass), or a mixture of both by the token's
+    staleness (A-3PO, no forward pass).
     """
     importance: Importance = Importance()
     rejection: Annotated[list[RejectionRule], BeforeValidator(rejection_rules)] = Field([])
-    """Leave out tokens or responses that one of these rules does not keep: by the ratio w of anchor
-    to behaviour policy (`score: w`), -log w (k1), (log w)^2 / 2 (k2) or w - 1 - log w (k3), or the
-    `difference` of both probabilities, of each `token`, or of the response by `reduce` over its
-    tokens (sum and mean of w: product and geometric mean).
+    """Leave out tokens or responses that one of these rules does not keep: by the ratio w of
+    proximal to behaviour policy (`score: w`), -log w (k1), (log w)^2 / 2 (k2) or w - 1 - log w
+    (k3), or the `difference` of both probabilities, of each `token`, or of the response by `reduce`
+    over its tokens (sum and mean of w: product and geometric mean).
     """
     opsm_delta: AtLeast0 | None = None
     """Leave out responses with a negative advantage whose mean log-prob has fallen by more than
     this (OPSM).
     """
     opsm_against: Literal["behavior", "anchor"] = "behavior"
-    """What it has fallen against: the policy that sampled, or the anchor."""
+    """What it has fallen against: the policy that sampled, or the proximal policy."""
     loss_agg_mode: Literal[
         "token-mean",
         "token-sum",
@@ -226,9 +226,9 @@ class Algorithm(Section):
     gradient, that of the divergence.
     """
     kl_loss_unbiased: bool | Literal["anchor", "behavior"] = False
-    """Multiply the penalty by the ratio to the anchor policy (true says the same), or to the policy
-    that sampled: unbiased for off-policy tokens. k1 and k3 have gradient through both factors; with
-    the gradient of k2 the ratio is detached.
+    """Multiply the penalty by the ratio to the proximal policy (true says the same), or to the
+    policy that sampled: unbiased for off-policy tokens. k1 and k3 have gradient through both
+    factors; with the gradient of k2 the ratio is detached.
     """
     behavior_penalty: AtLeast0 = 0.0
     """Weight of (log-prob - log-prob of the sampler)^2, added to the loss of every token, whatever
@@ -243,17 +243,17 @@ class Algorithm(Section):
 
     @property
     def clip_low(self) -> float:
-        """Half-width of the lower side of the clip interval at lag 0."""
+        """Half-width of the lower side of the clip interval at staleness 0."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def clip_high(self) -> float:
-        """Half-width of the upper side of the clip interval at lag 0."""
+        """Half-width of the upper side of the clip interval at staleness 0."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the estimator needs a greedy response in every group, beside those to train."""
+        """Whether the estimator needs a greedy response in every group, besides those to train."""
         return self.adv_estimator.name in ESTIMATORS.where(lambda traits: traits.baseline)
 
     @property

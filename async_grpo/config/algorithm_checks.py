@@ -73,12 +73,12 @@ def _pairs(config: Config, known: Known) -> Iterator[str]:
     wanted, partners = known.loss(config), known.estimator(config)
     if wanted.estimators and name not in wanted.estimators:
         yield (
-            f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` "
+            f"`algorithm.policy_loss: {loss}` needs `adv_estimator` "
             f"{' or '.join(wanted.estimators)}, not {name}: {wanted.reason}."
         )
     if partners.losses and loss not in partners.losses:
         yield (
-            f"`algorithm.adv_estimator: {name}` goes with `policy_loss: "
+            f"`algorithm.adv_estimator: {name}` needs `policy_loss: "
             f"{' or '.join(partners.losses)}`, not {loss}: {partners.reason}."
         )
     if loss == "opmd":
@@ -203,9 +203,9 @@ def _weights(config: Config, known: Known) -> Iterator[str]:
         used = [f"importance.level: {importance.level}"] if importance.level != "none" else []
         for key in used + ["rejection"] * bool(algorithm.rejection):
             yield (
-                f"`algorithm.{key}` weighs the anchor against the behaviour policy and needs "
-                f"`algorithm.anchor: recomputed` or interpolated; with `{anchor}` both are the "
-                "same policy."
+                f"`algorithm.{key}` weighs the proximal policy against the behaviour policy and "
+                f"needs `algorithm.anchor: recomputed` or interpolated; with `{anchor}` both are "
+                "the same policy."
             )
     if importance.lower >= importance.upper:
         yield (
@@ -242,7 +242,7 @@ def _rejection(config: Config, _: Known) -> Iterator[str]:
         if lower is not None and rule.score in ("k2", "k3"):
             yield (
                 f"`algorithm.rejection` has a rule with {name} and `lower`, but the score is a "
-                "distance, 0 where anchor and behaviour agree: give `upper` alone."
+                "distance, 0 where proximal and behaviour policy agree: give `upper` alone."
             )
         bounds = [bound for bound in (lower, upper) if bound is not None]
         if rule.score in ("w", "k2", "k3") and any(bound < 0 for bound in bounds):
@@ -274,8 +274,8 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
         )
     if unbiased and kind == "abs":
         yield (
-            "`algorithm.kl_loss_type` is abs, which has a bias of its own that `kl_loss_unbiased` "
-            "leaves: use low_var_kl, mse, or abs+."
+            "`algorithm.kl_loss_type` is abs, which has a bias that `kl_loss_unbiased` "
+            "does not remove: use low_var_kl, mse, or abs+."
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
         yield (
@@ -412,8 +412,8 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (
-            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists "
-            "only after the learner's forward pass, and groups are filtered before; use "
+            "`replay.filter_groups.metric: seq_final_reward` includes the token KL, which is "
+            "not known when groups are filtered; use "
             "seq_reward (shaped), score, acc or the name of a reward component."
         )
     if not groups.metric:

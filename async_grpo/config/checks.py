@@ -146,7 +146,7 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; "
             "allowed are 1 and 0, because the learner does not renormalise over the sampler's "
-            "kept set and its ratios would be biased."
+            "top-p / top-k support, so its ratios would be biased."
         )
 
 
@@ -156,25 +156,24 @@ def _staleness(config: Config) -> Iterator[str]:
     capacity = (bound + 1) * batch
     if every > bound + 1:
         yield (
-            f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 "
-            f"= {bound + 1}: no more than {bound + 1} x {batch} = {capacity} groups "
-            f"may be outstanding, {every} steps need {every} x {batch} = {every * batch} before a "
-            "publication frees any, so the slots would never return."
+            f"`weight_sync.every_steps` is {every}; it is at most `replay.max_staleness` + 1 = "
+            f"{bound + 1}. {every} steps need {every} x {batch} = {every * batch} groups before a "
+            f"weight sync frees slots, but at most {bound + 1} x {batch} = {capacity} may be "
+            "outstanding."
         )
     least = min(every * batch + 1, capacity)
     if outstanding != "auto" and not least <= outstanding <= capacity:
         yield (
             f"`replay.outstanding` is {outstanding}; allowed are auto and {least} to {capacity} "
-            "groups: more than `rollout.rollout_batch_size` x `weight_sync.every_steps`, so that a "
-            "batch can be completed, and at most (`replay.max_staleness` + 1) x "
+            "groups. A batch needs more than `rollout.rollout_batch_size` x "
+            "`weight_sync.every_steps`; the most is (`replay.max_staleness` + 1) x "
             "`rollout.rollout_batch_size`."
         )
     if config.replay.order in UNBOUNDED_ORDERS and config.replay.on_stale == "wait":
         yield (
-            f"`replay.order: {config.replay.order}` lets groups leave as they are completed, so "
-            "one that takes longer than the others may become older than `replay.max_staleness` "
-            f"= {bound} by any number of steps: use `replay.on_stale: mask` or `expire` with it, "
-            "or order oldest or fifo."
+            f"`replay.order: {config.replay.order}` trains groups in the order of completion. A "
+            f"slow group may become older than `replay.max_staleness` = {bound}: use "
+            "`replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
         )
 
 
@@ -191,7 +190,7 @@ def _partial(config: Config) -> Iterator[str]:
     if not config.replay.journal.enable:
         yield (
             "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: only "
-            "the journal tells which responses were still under way when the run ended; enable "
+            "the journal knows which responses were still under way when the run ended; enable "
             "it, or set the other to false."
         )
 
@@ -240,8 +239,8 @@ def _evaluation(config: Config) -> Iterator[str]:
     if evaluation.every_steps and evaluation.timeout_s > step_s:
         yield (
             f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is "
-            f"{step_s:g}: with one engine a learner step may wait for an evaluation before it "
-            "publishes, which is no reason to end the run; give the step at least as long."
+            f"{step_s:g}: with one engine a weight sync may wait for an evaluation. Set "
+            "the second to at least the first."
         )
 
 

@@ -37,7 +37,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: Seconds = 30.0
     """Longest time an environment may take to answer one turn; see `on_timeout`."""
     memory_mb: Positive = 4096
-    """Most memory of its own that a process with environments may have, and each process that it
+    """Most private memory that a process with environments may have, and each process that it
     starts, in MiB; reserved addresses, mapped files and shared memory do not count.
     """
     on_timeout: Annotated[

@@ -87,7 +87,7 @@ def _built(
             _empty_section(data, setting.path)
     for key, told in answers(data):
         raise ConfigError(
-            f"{_place(key, places, path)}: `{_dotted(key)}` is not a setting any more.\n"
+            f"{_place(key, places, path)}: `{_dotted(key)}` is of an earlier version.\n"
             f"{told}. (`async-grpo migrate FILE` writes a whole file anew.)"
         )
     try:
@@ -458,8 +458,8 @@ def preflight_files(config: Config) -> None:
         )
     if os.path.exists(run_dir / "config.yaml") and not _is_stored(run_dir / "config.yaml"):
         raise ConfigError(
-            f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote, and "
-            "which a run would replace; choose another directory."
+            f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote; a "
+            "run would replace it. Choose another directory."
         )
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     try:

@@ -28,8 +28,8 @@ class Evaluation(Section):
 
     on_resume = FREE
     every_steps: NonNegative = 0
-    """Learner steps between evaluations, beside training; 0 means only before and after. One that
-    is due while another is under way is left out.
+    """Learner steps between evaluations, which run during training; 0 means only before and
+    after. One that is due while another is under way is left out.
     """
     before: bool = True
     """Evaluate before the first step (the 'before' of the summary)."""
@@ -45,8 +45,8 @@ class Evaluation(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
-    """Longest time one evaluation may take. One before training ends the run then; one beside or
-    after it is given up with a line.
+    """Longest time one evaluation may take. One before training ends the run then; one during or
+    after training is given up with a line.
     """
 
 
@@ -64,8 +64,8 @@ class Checkpoint(Section):
     """`auto`: the run directory's newest complete checkpoint; `never`: anew; or a path."""
     on_lost_steps: Literal["replay", "discard"] = "replay"
     """Learner steps after the checkpoint that the journal recorded: train the same batches again,
-    or take them back and train others. After a checkpoint that `resume` names by its path they are
-    always taken back.
+    or roll them back and train others. After a checkpoint that `resume` names by its path they are
+    always rolled back.
     """
     partial_rollouts: bool = False
     """Keep beginnings of unfinished responses for a resumed run; off: prompts are issued again."""
@@ -164,7 +164,7 @@ class Cluster(Section):
     restart_budget: NonNegative = 3
     """Faults after which rollout actors are not started again; a node that is lost is one, and
     one of half an hour ago is none. The run ends with exit code 4 below `min`. The queue, and the
-    learner, may die as often as well, each with a count of its own.
+    learner, may die as often as well, each with a separate count.
     """
     resources_timeout_s: Seconds = 120.0
     """Longest wait for the cluster to have what the run needs."""

@@ -70,10 +70,10 @@ class Changes:
             return ""
         first, more = self.fixed[0], [change.key for change in self.fixed[1:]]
         rest = f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}"
-        others = f" So it is with {rest}." if more else ""
+        others = f" The same holds for {rest}." if more else ""
         return (
             f"`{first.key}` is {show(first.given)}, but {checkpoint} was made with "
-            f"{show(first.saved)} and cannot go on with another: {first.mark.reason}. Set it "
+            f"{show(first.saved)} and cannot continue with another: {first.mark.reason}. Set it "
             f"back, or start anew with another run.dir.{others}"
         )
 

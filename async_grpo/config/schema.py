@@ -122,7 +122,7 @@ class Model(Section):
 
 
 class Deadlines(Section):
-    """Limit the phases of one publication, in seconds."""
+    """Limit the phases of one weight sync, in seconds."""
 
     rendezvous_s: Seconds = 60.0
     """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
@@ -135,9 +135,9 @@ class Deadlines(Section):
     way), both sides abort; before the first bucket `pause_s` later.
     """
     resume_s: Seconds = 30.0
-    """Setting the new version label and going on."""
+    """Setting the new version label and resuming."""
     acknowledge_s: Seconds = 120.0
-    """Everything above for one publication; an engine that takes longer is replaced."""
+    """Everything above for one weight sync; an engine that takes longer is replaced."""
 
 
 class WeightSync(Section):
@@ -147,19 +147,19 @@ class WeightSync(Section):
     backend: Annotated[Chosen, OneOf("transport")] = Chosen(name="auto")
     """How weights travel; `auto`: shared memory on CPU, `ipc` colocated on GPU, else `nccl`."""
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
-    """Learner steps per publication; at most `replay.max_staleness + 1`."""
+    """Learner steps per weight sync; at most `replay.max_staleness + 1`."""
     kv_cache: Annotated[
-        Literal["auto", "recompute", "keep"], warn("under which weights a running response goes on")
+        Literal["auto", "recompute", "keep"], warn("under which weights responses continue")
     ] = "auto"
-    """Running responses after a publication: recompute their cache, or keep the old one; `auto`
+    """Running responses after a weight sync: recompute their cache, or keep the old one; `auto`
     recomputes while that takes at most 5 % of an engine's time, by its own measurements.
     """
     overlap: bool = True
     """Engines take new weights while the next learner step runs, where the transport allows it."""
     self_check: bool = True
-    """When an engine starts: publish perturbed weights, compare its log-probs, restore."""
+    """When an engine starts: sync perturbed weights, compare its log-probs, restore."""
     verify_every: NonNegative = 10
-    """Publications between those whose bytes are compared by checksum, and after which every
+    """Weight syncs between those whose bytes are compared by checksum, and after which every
     engine's log-probabilities of a few fixed responses are compared with the learner's; 0 means
     never.
     """
@@ -190,7 +190,7 @@ class Run(Section):
     """Name of the run; part of its directory and of the MLflow run."""
     dir: str = "runs/{name}"
     """Directory of everything the run writes. `{name}` and `{time}` are filled in; with `{time}`
-    every start is a run of its own.
+    every start is a separate run.
     """
     total_steps: Annotated[
         Positive | None,
@@ -219,7 +219,7 @@ class Verifier(Section):
     timeout_s: Seconds = 10.0
     """Longest time one response may take to score; then the child is killed and replaced."""
     memory_mb: Positive = 2048
-    """Most memory of its own that a verifier child may have, in MiB; reserved addresses, mapped
+    """Most private memory that a verifier child may have, in MiB; reserved addresses, mapped
     files and shared memory do not count.
     """
     on_error: Annotated[
@@ -302,7 +302,7 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner's log-probabilities use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""
+    """Must stay 1 while training: the learner does not renormalise over the top-p support."""
     top_k: NonNegative = 0
     """Must stay 0 (off) while training, for the same reason."""
     repetition_times: Annotated[int | None, Field(ge=2)] = None
@@ -348,13 +348,13 @@ class RolloutConfig(Section):
 
 
 class FilterGroups(Section):
-    """Reject groups without a learning signal, and sample others in their place."""
+    """Reject groups without a learning signal, and sample others instead."""
 
     on_resume = warn("which groups are trained, from here on")
     enable: bool = False
     """Reject groups without learning signal and generate others instead (dynamic sampling)."""
     metric: str = "score"
-    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict),
+    """What must vary inside a group: `score` (weighted reward sum), `acc` (correct or not),
     `seq_reward` (the shaped reward) or a reward component.
     """
     zero_variance: bool = True
@@ -381,7 +381,7 @@ class Wire(Section):
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
     """Largest group on its way to the queue, in bytes (8 per sampled token, 4 per
-    token of context, and facts of its rows)."""
+    token of context, and facts of its sequences)."""
 
 
 class Journal(Section):
@@ -405,7 +405,7 @@ class Replay(Section):
 
     on_resume = FREE
     max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1
-    """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
+    """Strict bound on the staleness of every trained token, in learner steps; 0 is synchronous."""
     order: Annotated[
         Literal["oldest", "fifo", "ready"],
         warn("which groups are trained first, from here on", trains=True),
@@ -415,8 +415,8 @@ class Replay(Section):
         Literal["wait", "mask", "expire"],
         warn("what becomes of groups that are too old", trains=True),
     ] = "wait"
-    """Groups that would become too old: the learner waits in time, or goes on and gives old tokens
-    weight 0, or has the group generated again.
+    """Groups that would become too old: the learner waits in time, or continues and gives old
+    tokens weight 0, or has the group generated again.
     """
     outstanding: Literal["auto"] | Positive = "auto"
     """Groups that may be under way or ready: as many as the learner needs, or a number of at most
@@ -453,7 +453,7 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: Annotated[
         Positive, warn("the order of sums, so the last bits of gradients", trains=True)
     ] = 16384
-    """Most tokens in one forward pass of one rank; a prompt that rows share counts once."""
+    """Most tokens in one forward pass of one rank; a prompt that sequences share counts once."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: Annotated[
@@ -466,8 +466,8 @@ class LearnerConfig(Section):
     """Optimizer updates over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine", "settle"] = "constant"
     """Course of the learning rate after the warm-up: `linear` and `cosine` fall to 0 over the run's
-    optimizer updates; `settle` needs no known end, it halves the rate while old data keeps the
-    policy swinging.
+    optimizer updates; `settle` needs no known end: it halves the rate while stale data makes the
+    policy oscillate.
     """
     ess_step_size: bool = False
     """Multiply the learning rate of each optimizer update by the root of the effective share of its
@@ -558,6 +558,6 @@ class Config(Section):
 
     @property
     def seeded(self) -> bool:
-        """Whether every group has a sampling seed of its own."""
+        """Whether every group has its own sampling seed."""
         mode = self.rollout.seeded
         return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)

@@ -6,6 +6,7 @@
     clip_schedule: {kind: harmonic, rate: 0.5}          clip_schedule: {name: harmonic, rate: 0.5}
     policy_loss: mine  and  options: {mine: {size: 2}}  policy_loss: {name: mine, size: 2}
     backend: nccl  and  senders: one                    backend: {name: nccl, senders: one}
+    early_stopping: {metric: replay/lag_mean}           {metric: replay/staleness_mean}
 
 Runs in: any process (imports what the settings import). Hides what options looked like while they
 stood beside the setting that names what they belong to. Invariants: what a run has stored is
@@ -15,11 +16,13 @@ now; what had no effect is left out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from async_grpo import old_names
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.config import yaml12
 from async_grpo.config.algorithm import rejection_rules
@@ -27,6 +30,7 @@ from async_grpo.config.transports import TRANSPORTS, Senders
 
 _LOSSES = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
 """Losses whose options had a section of their own."""
+_STOPPING = ("run", "callbacks", "early_stopping")
 [_PUSHES] = (name for name, one in TRANSPORTS.items() if one.options is Senders)
 """The transport that `weight_sync.senders` was about."""
 
@@ -54,6 +58,9 @@ def renewed(settings: Mapping[str, Any]) -> dict[str, Any]:
         new["replay"] = {**replay, "filter_groups": groups}
     if isinstance(sync, Mapping) and isinstance(sync.get("backend", "auto"), str):
         new["weight_sync"] = _weight_sync(sync, settings)
+    if isinstance(metric := _inside(settings, *_STOPPING, "metric"), str):
+        new["run"] = copy.deepcopy(settings["run"])
+        _inside(new, *_STOPPING)["metric"] = old_names.metric(metric)
     return new
 
 
@@ -131,6 +138,9 @@ def answers(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
         senders = {"senders": sync["senders"]}
         told = _told(sync, "backend", _PUSHES, senders, section="weight_sync")
         yield ("weight_sync", "senders"), told if senders["senders"] != "auto" else "Leave it out"
+    metric = _inside(settings, *_STOPPING, "metric")
+    if isinstance(metric, str) and (now := old_names.metric(metric)) != metric:
+        yield (*_STOPPING, "metric"), f"Write `metric: {now}`"
 
 
 def _told(

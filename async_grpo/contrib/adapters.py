@@ -138,7 +138,7 @@ class GymnasiumGame(_Game):
             first, last = int(space.start), int(space.start + space.n) - 1
             if not move.lstrip("-").isdecimal() or not first <= int(move) <= last:
                 text = f"An action is a number from {first} to {last}."
-                return Observation(text, verdict=self._won(), invalid=True)
+                return Observation(text, correct=self._won(), invalid=True)
             move = int(move)
         seen, reward, ended, cut, _ = self._game.step(move)
         self._total += float(reward)
@@ -146,7 +146,7 @@ class GymnasiumGame(_Game):
             self._words(seen),
             {"reward": float(reward)},
             done=bool(ended or cut),
-            verdict=self._won(),
+            correct=self._won(),
         )
 
     def _words(self, seen: Any) -> str:
@@ -181,11 +181,11 @@ class TextArenaGame(_Game):
         """Make a move."""
         done, _ = self._game.step(action=action.text)
         if not done:
-            return Observation(self._words(), verdict=0.0)
+            return Observation(self._words(), correct=0.0)
         rewards, _ = self._game.close()
         self._game = None
         self._total = float(rewards[0])
-        return Observation(rewards={"reward": self._total}, verdict=self._won(), done=True)
+        return Observation(rewards={"reward": self._total}, correct=self._won(), done=True)
 
     def _words(self) -> str:
         """Return what is new: many games tell everything from the beginning, every time."""
@@ -232,7 +232,7 @@ class SkyRLEpisode(_Game):
         asked = row["prompt"]
         prompt, _ = self._game.init(asked)
         if prompt[: len(asked)] != asked:
-            raise ValueError(f"{name} changes the prompt; put what it adds into the rows")
+            raise ValueError(f"{name} changes the prompt; put what it adds into the data rows")
         return Observation(prompt[len(asked) :])
 
     def step(self, action: Action) -> Observation:
@@ -243,5 +243,5 @@ class SkyRLEpisode(_Game):
             list(found["observations"]),
             {"reward": float(found["reward"])},
             done=bool(found["done"]),
-            verdict=self._won(),
+            correct=self._won(),
         )

@@ -116,13 +116,13 @@ class AdventureGame:
             x, y = self._at
             dx, dy = WAYS[said]
             self._at = x + dx, y + dy
-            return Observation(self._look(), verdict=0.0)
+            return Observation(self._look(), correct=0.0)
         if said == "take" and self._key == self._at:
             self._key = None
-            return Observation(self._look(), {"key": 1.0}, verdict=0.0)
+            return Observation(self._look(), {"key": 1.0}, correct=0.0)
         if said == "open" and self._key is None and self._chest == self._at:
-            return Observation(rewards={"chest": 1.0}, done=True, verdict=1.0)
-        return Observation(f"You cannot do that. {self._look()}", verdict=0.0, invalid=True)
+            return Observation(rewards={"chest": 1.0}, done=True, correct=1.0)
+        return Observation(f"You cannot do that. {self._look()}", correct=0.0, invalid=True)
 
     def close(self) -> None:
         """Nothing is held."""

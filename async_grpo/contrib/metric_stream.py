@@ -74,9 +74,9 @@ class MetricStream(Callback):
         """Write the result."""
         self._say(trainer, "step", result["training_iteration"], result)
 
-    def on_publication(self, trainer: Trainer, version: int, seconds: float) -> None:
+    def on_weight_sync(self, trainer: Trainer, version: int, seconds: float) -> None:
         """Write the version."""
-        self._say(trainer, "publication", version, {"seconds": seconds})
+        self._say(trainer, "weight_sync", version, {"seconds": seconds})
 
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics."""
@@ -87,7 +87,7 @@ class MetricStream(Callback):
         self._say(trainer, "checkpoint", step, {"path": str(path)})
 
     def on_restore(self, trainer: Trainer, step: int) -> None:
-        """Write that the steps after `step` are taken back."""
+        """Write that the steps after `step` are rolled back."""
         self._say(trainer, "restore", step, {})
 
     def on_fault(self, trainer: Trainer, text: str) -> None:

@@ -84,7 +84,7 @@ class _Newest(Callback):
 
 class RunTrial(tune.Trainable):
     """A run as Ray Tune drives it: a learner step at a time. settings: of the configuration. cwd:
-    where its relative paths begin, since Tune gives each trial a working directory of its own.
+    where its relative paths begin, since Tune gives each trial a separate working directory.
     """
 
     settings: Mapping[str, Any]

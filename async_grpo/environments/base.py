@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from async_grpo.config.schema import Config, TaskConfig
-from async_grpo.runtime.numbers import checked_verdict, finite
+from async_grpo.old_names import WasVerdict
+from async_grpo.runtime.numbers import checked_correct, finite
 
 Content = str | list[dict[str, Any]] | list[int]
 """Chat messages for the model's template, text, or token ids."""
@@ -23,7 +24,7 @@ class Action:
     """What the policy said in one turn: text with its special tokens but without the one that ended
     it, token ids, and "stop", or "length" where a limit cut it off. Of a task with tools also the
     calls (`name`, `arguments` and perhaps `id`), why there is one that cannot be read, and the
-    content: what was said beside calls, without special tokens.
+    content: what was said besides calls, without special tokens.
     """
 
     text: str
@@ -35,16 +36,16 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(WasVerdict):
     """What an environment answers: content for the policy, rewards of the turn by component (they
-    are added up over the episode), and whether the episode is over. verdict: 0/1 for the whole
+    are added up over the episode), and whether the episode is over. correct: 0/1 for the whole
     episode, the last one counts. invalid: the action made no sense. metrics: numbers to average.
     """
 
     content: Content = ""
     rewards: dict[str, float] = field(default_factory=dict)
     done: bool = False
-    verdict: float | None = None
+    correct: float | None = None
     invalid: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -127,7 +128,7 @@ def check_observation(value: object, components: Mapping[str, float]) -> Observa
         value.content,
         _numbers("rewards", value.rewards),
         value.done,
-        checked_verdict(value.verdict),
+        checked_correct(value.correct),
         value.invalid,
         _numbers("metrics", value.metrics),
     )

@@ -95,11 +95,11 @@ class ChainEnvironment:
         """Answer `g<digit>` with the digit it points to, and end the episode at `a<digit>`."""
         verb, digit = action.text[:1], action.text[1:]
         if len(digit) != 1 or not "0" <= digit <= "9" or verb not in ("g", "a"):
-            return Observation("?>", verdict=0.0, invalid=True)
+            return Observation("?>", correct=0.0, invalid=True)
         if verb == "g":
-            return Observation(f"{self._table[int(digit)]}>", verdict=0.0)
+            return Observation(f"{self._table[int(digit)]}>", correct=0.0)
         right = float(int(digit) == self._answer)
-        return Observation(rewards={"correct": right}, done=True, verdict=right)
+        return Observation(rewards={"correct": right}, done=True, correct=right)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -42,7 +42,7 @@ def with_tools(task: Task, names: Sequence[str]) -> Task:
             raise TaskError(f"environment.tools: there are two tools {function.__name__!r}")
     schemas = [one for one in own if isinstance(one, dict)]
     if functions and isinstance(task, HasPlayers):
-        raise TaskError("environment.tools: who plays episodes over HTTP brings tools of its own")
+        raise TaskError("environment.tools: an agent over HTTP brings its own tools")
     return TaskWithTools(task, functions, schemas) if functions or schemas else task
 
 
@@ -114,10 +114,10 @@ class _Scored:
         rewards = {name: value for name, value in score.rewards.items() if value is not None}
         if len(rewards) < len(score.rewards):
             raise TypeError(
-                f"score() leaves out {sorted(score.rewards.keys() - rewards)}; rewards of an "
-                "episode are added up, so a component without a value is 0 here"
+                f"score() leaves out {sorted(score.rewards.keys() - rewards)}; in an "
+                "episode, rewards are added up: return 0 for a component without a value"
             )
-        return Observation(rewards=rewards, verdict=score.verdict, done=True)
+        return Observation(rewards=rewards, correct=score.correct, done=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -199,7 +199,7 @@ def _answered(action: Action, results: Sequence[tuple[str, bool]]) -> Observatio
     failed = sum(not right for _, right in results) + bool(action.unreadable)
     return Observation(
         messages,
-        verdict=0.0,
+        correct=0.0,
         invalid=failed > 0,
         metrics={"tool_calls": float(len(action.tool_calls)), "tool_errors": float(failed)},
     )

@@ -79,7 +79,7 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
                 else ""
             )
             raise UntrainableError(
-                f"model.freeze has {pattern!r}, which is found in no parameter name of the "
+                f"model.freeze has {pattern!r}, which matches no parameter name of the "
                 f"model (one is {next(iter(named))}{tied})"
             )
         for name in matching:
@@ -150,9 +150,8 @@ def _targets(hf: PreTrainedModel, lora: Lora, mixtures: Sequence[Block]) -> list
     for target in lora.target_modules:
         if any(target in dict(block.held.named_parameters()) for block in mixtures):
             raise UntrainableError(
-                f"model.lora.target_modules has {target!r}, which holds all experts of a layer in "
-                "one tensor, and adapters go on linear layers: leave it out, and experts stay as "
-                "they are"
+                f"model.lora.target_modules has {target!r}, one tensor with all experts of a "
+                "layer. Adapters need linear layers: leave it out; experts then stay frozen"
             )
         matching = {
             name

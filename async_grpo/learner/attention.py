@@ -129,8 +129,8 @@ def varlen_attention(
     layout = _current.layout
     if layout is None or attention_mask is not None:
         raise ValueError(
-            f"{ATTENTION} needs the rows of a packed sequence and no attention mask; this model "
-            f"{'brings a mask of its own' if layout is not None else 'was called without rows'}"
+            f"{ATTENTION} needs packed sequences and no attention mask; this model "
+            f"{'brings its own mask' if layout is not None else 'was called without them'}"
         )
     variant = Variant(scaling, sliding_window, softcap, s_aux)
     _current.needed_logits |= variant.needs_logits
@@ -159,7 +159,7 @@ def _by_segments(
     segments = layout.segments
     assert segments is not None
     if variant.needs_logits:
-        raise ValueError("attention with capped logits or sinks takes rows in buckets")
+        raise ValueError("attention with capped logits or sinks takes sequences in buckets")
     out = varlen_attn(
         segments.ask(query),
         layout.keys(key),

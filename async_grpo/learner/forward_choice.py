@@ -233,6 +233,6 @@ def _sentence(kind: str, found: dict[ForwardPass, float | str]) -> str:
         near = f"{min(apart):.2g} nats from it" if apart else results[0]
         told.append(f"{_WAYS[way]}: {near}")
     return (
-        f"{kind} cannot be trained: rows that are computed together do not get the log-probs of "
-        f"the model's own forward pass ({'; '.join(told)}). Train another model"
+        f"{kind} cannot be trained: sequences that are computed together do not get the log-probs "
+        f"of the model's own forward pass ({'; '.join(told)}). Train another model"
     )

@@ -257,7 +257,7 @@ class Learner:
                 anchors = self._no_grad_logprobs(self.policy, tokens)
                 for row, values in zip(rows, anchors, strict=True):
                     row.anchor = values
-            self._metrics.add_value("time/learner_anchor", watch.seconds)
+            self._metrics.add_value("time/learner_proximal", watch.seconds)
         self._plan = plan
         if not algorithm.add_token_level_kl:
             return {}

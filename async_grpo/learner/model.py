@@ -194,7 +194,7 @@ class PolicyModel(nn.Module):
         """Logits [N, V] of one row, by the model as it is."""
         [bucket] = packed.layout.buckets
         if bucket.rows != 1:
-            raise ValueError(f"{bucket.rows} rows; alone goes one at a time")
+            raise ValueError(f"{bucket.rows} sequences; the pass `alone` takes one at a time")
         logits: Tensor = self.hf(input_ids=packed.input_ids, use_cache=False).logits
         return logits[0]
 

@@ -119,7 +119,7 @@ def decode_rows(
         lengths = len(prompt), len(row.response_ids), len(row.behavior_logprobs)
         if lengths != (planned.prompt_length, planned.length, planned.sampled):
             raise ValueError(
-                f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned "
+                f"step {plan.step}: group {key[0]} sequence {key[1]} does not have the planned "
                 f"lengths {planned}"
             )
         lag = np.concatenate(
@@ -130,9 +130,9 @@ def decode_rows(
         )
         if lag.min() < 0 or (lag.max() > max_staleness and not mask_stale):
             raise StalenessError(
-                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to "
-                f"{lag.max()}, outside 0 to replay.max_staleness {max_staleness}; this is a bug in "
-                "admission or labelling, please report it"
+                f"step {plan.step}: group {key[0]} sequence {key[1]} has tokens with staleness "
+                f"{lag.min()} to {lag.max()}, outside 0 to replay.max_staleness {max_staleness}; "
+                "this is a bug in admission or labelling, please open an issue"
             )
         rows[key] = LearnerRow(
             prompt,

@@ -377,7 +377,7 @@ def _at_turns(row: LearnerRow, rewards: tuple[float, ...]) -> np.ndarray:
     if row.turns is not None:
         ends = [*np.flatnonzero(np.diff(row.turns)), *ends]
     if len(ends) != len(rewards):
-        raise ValueError(f"a row of {len(ends)} turns has rewards of {len(rewards)}")
+        raise ValueError(f"a sequence of {len(ends)} turns has rewards of {len(rewards)}")
     out[ends] = rewards
     return out
 

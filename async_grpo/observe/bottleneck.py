@@ -39,7 +39,7 @@ Kind = Literal[
     "balanced",
     "unclear",
     "learner",
-    "publications",
+    "weight_sync",
     "engines",
     "environments",
     "verifier",
@@ -163,12 +163,12 @@ class Interval:
     def times(self) -> Times:
         """What learner and engines take; nothing else is a limit yet."""
         step_s, working = self.setup.batch / self.rate, self.learner["working"]
-        published, starved = self.learner["publishing"], self.learner["starved"]
-        waits = starved if starved >= LITTLE else 0.0  # a busy learner is the limit as it is
+        synced, idle = self.learner["weight_sync"], self.learner["idle"]
+        waits = idle if idle >= LITTLE else 0.0  # a busy learner is the limit as it is
         return Times(
             learner_s=working * step_s,
-            other_s=(_rest(waits) - working - published) * step_s,
-            exposed_s=published * step_s * self.setup.every_steps,
+            other_s=(_rest(waits) - working - synced) * step_s,
+            exposed_s=synced * step_s * self.setup.every_steps,
             response_s=min(max(self.taken, 1e-3), 1.0) * self.full_s,
         )
 
@@ -180,7 +180,7 @@ class Interval:
         """Return the verdict that the machine is too small for what would help."""
         cores = f"({self.setup.cores} cores)"
         return self.found(
-            "unclear", f"{what} would help, but has no core of its own on this machine {cores}"
+            "unclear", f"{what} would help, but this machine has no core left for it {cores}"
         )
 
     def within(self, processes: int, *, beside: int) -> int:
@@ -198,7 +198,7 @@ def diagnose(seen: Interval, gain: Gain | None = None) -> Bottleneck:
     """Find the bottleneck of an interval. gain: what settings would bring; without it, or where it
     knows nothing, the limits of the interval tell.
     """
-    setup, judge = seen.setup, _busy if seen.learner["starved"] < LITTLE else _starved
+    setup, judge = seen.setup, _busy if seen.learner["idle"] < LITTLE else _starved
     found, at_limit = judge(seen, seen.times, limits(setup, seen.times))
     if found.advice:
         advice: dict[str, float] = dict(found.advice)
@@ -212,7 +212,7 @@ def diagnose(seen: Interval, gain: Gain | None = None) -> Bottleneck:
             return found
     elif found.kind == "unclear":
         return found
-    idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
+    idle, blocked = seen.learner["idle"], seen.engine.get("blocked", 0.0)
     shares = f"learner idle {idle:.0%}, engines without tickets {blocked:.0%}"
     if idle < IDLE:
         return seen.found("balanced", f"balanced: {shares}")
@@ -224,9 +224,9 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
     verdict, and the times with which the part that limits lets through what was measured; most:
     `limits` of learner and engines.
     """
-    setup, published = seen.setup, seen.learner["publishing"]
+    setup, published = seen.setup, seen.learner["weight_sync"]
     if published >= MUCH:
-        why = f"publications take {published:.0%} of the learner's time"
+        why = f"weight sync takes {published:.0%} of the learner's time"
         return _publications(seen, published, why), times
     busy = (
         f"learner busy {seen.learner['working']:.0%}, engines without tickets "
@@ -246,9 +246,9 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
 
 def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bottleneck, Times]:
     """Judge a learner that waits for groups; see `_busy`."""
-    setup, idle = seen.setup, f"learner idle {seen.learner['starved']:.0%}"
+    setup, idle = seen.setup, f"learner idle {seen.learner['idle']:.0%}"
     if (paused := seen.engine["paused"]) >= MUCH:
-        why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
+        why = f"{idle}: engines are paused for weight sync {paused:.0%} of their time"
         still = paused if seen.taken < FULL else 0.0  # places are taken all the same
         pause_s = still * setup.batch / seen.rate * setup.every_steps
         times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s)
@@ -256,7 +256,7 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
     if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
         opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
         text = (
-            f"{idle}: engines stand still for environments {waits:.0%} of their time: "
+            f"{idle}: engines wait for environments {waits:.0%} of their time: "
             f"rollout.max_open_episodes {opened} instead of {setup.open_episodes}, or more "
             "environment.workers where environments compute"
         )
@@ -267,7 +267,7 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
     if waiting > setup.verifiers * setup.actors and seen.verify_s > seen.generate_s / 3:
         workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))
         text = (
-            f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated "
+            f"{idle}: a group waits {seen.verify_s:.2g} s to be scored and is generated "
             f"in {seen.generate_s:.2g} s: {workers} verifier workers instead of {setup.verifiers}"
         )
         verdict = seen.found("verifier", text, {"task.verifier.workers": workers})
@@ -288,7 +288,7 @@ def _more_engines(seen: Interval, idle: str, limit: float) -> Bottleneck:
     actors = seen.within(wanted, beside=setup.ranks)
     full = (
         f"{idle}, the queue is empty and the engines are full ({seen.taken:.0%} of their "
-        "places taken)"
+        "slots taken)"
     )
     if actors <= setup.actors < wanted:
         return seen.no_room(f"{full}: another rollout actor")
@@ -315,7 +315,7 @@ def _more_slots(seen: Interval, idle: str, limit: float) -> Bottleneck:
     why, shorter = "all slots are taken", ""
     if tail:
         wait = f"{seen.ready_wait_s:.2g} s"
-        why = f"finished groups wait {wait} for the slowest, which take their slots"
+        why = f"finished groups wait {wait} for the slowest, which hold their slots"
         shorter = f"; or {'' if masks else 'replay.on_stale=mask, or '}a lower response_length"
         if not masks and seen.longest_s > slots * setup.batch / seen.rate:
             why += (
@@ -333,7 +333,7 @@ def _deeper(seen: Interval, idle: str, engines: float) -> Bottleneck:
     """Judge a queue that may hold more groups under the same bound."""
     why = f"{idle}: {seen.limit:.0f} of {seen.capacity:.0f} groups may be outstanding"
     if seen.setup.outstanding is None:
-        return seen.found("unclear", f"{why}, more as long as that goes on")
+        return seen.found("unclear", f"{why}; the limit grows while the learner stays idle")
     groups = math.ceil(min(seen.capacity, seen.limit * engines / seen.rate))
     return seen.found("slots", f"{why}: replay.outstanding auto", {"replay.outstanding": groups})
 
@@ -343,11 +343,11 @@ def _publications(seen: Interval, share: float, why: str) -> Bottleneck:
     every = min(math.ceil(setup.every_steps * share / _rest(share) / LITTLE), most)
     bound = setup.max_staleness + every - setup.every_steps
     what = (
-        f"publish every {every} steps instead of {setup.every_steps}, with "
+        f"sync weights every {every} steps instead of {setup.every_steps}, with "
         f"replay.max_staleness {bound}"
     )
     advice = {"weight_sync.every_steps": every, "replay.max_staleness": bound}
-    return seen.found("publications", f"{why}: {what}", advice)
+    return seen.found("weight_sync", f"{why}: {what}", advice)
 
 
 class BottleneckWatch:

@@ -150,7 +150,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
 def _queue(facts: dict[str, Any]) -> list[str]:
     queue = facts["queue"]
     if queue is None:
-        return ["did not answer; its journal tells: async-grpo inspect RUN_DIR"]
+        return ["did not answer; read its journal: async-grpo inspect RUN_DIR"]
     metrics = {name: round(value, 3) for name, value in queue["metrics"].items() if value}
     lines = [f"counts: {queue['counts']}", f"metrics: {metrics}"]
     for actor, groups in queue["in_flight"].items():

@@ -171,10 +171,10 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
     left = sum(len(ledger.slots[state]) for state in (State.WAITING, State.IN_FLIGHT, State.READY))
     if exhausted and left < size:
         raise NoSignal(
-            f"all {settings.problems} problems are retired (answered right at a rate of "
-            f"{settings.retire_at:g} or better) after {ledger.steps} of {settings.total_steps} "
-            f"steps, and {left} groups are left for a batch of {size}; add problems, train fewer "
-            "steps, or raise replay.filter_groups.retire_at"
+            f"all {settings.problems} problems are retired (accuracy of {settings.retire_at:g} or "
+            f"better) after {ledger.steps} of {settings.total_steps} steps; {left} groups are left "
+            f"for a batch of {size}. Add problems, train fewer steps, or raise "
+            "replay.filter_groups.retire_at"
         )
     rejected, failed = ledger.rejected_now.total(), ledger.failed_now.total()
     # not for one slow group, while others are rejected beside it

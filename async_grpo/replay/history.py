@@ -76,7 +76,7 @@ class Link:
                 raise JournalDamage(f"{path} {what}") from error
             yield event, record.place
         if self.until is not None and self.segment.sequence < self.until:
-            what = f"the next segment goes on after {self.until}"
+            what = f"the next segment continues after {self.until}"
             raise JournalDamage(f"{path} ends with record {self.segment.sequence}, and {what}")
 
 
@@ -163,16 +163,16 @@ def read(
                 try:
                     visitor.ledger.apply(event, place=place)
                 except (RuntimeError, TypeError, LookupError) as error:
-                    what = f"tells what cannot have happened: {error}"
+                    what = f"records what cannot have happened: {error}"
                     raise JournalDamage(f"{link.segment.path} {what}") from error
                 visitor.happens(event, place)
         except JournalDamage as error:
             if damage == "raise":
                 raise
             if damage == "end":
-                visitor.notes.append(f"what came later is not taken over, because {error}")
+                visitor.notes.append(f"later records are not used, because {error}")
                 return
-            visitor.notes.append(f"what came later in its segment is unknown: {error}")
+            visitor.notes.append(f"later records of its segment are unknown: {error}")
 
 
 # ---- another start of the run ----

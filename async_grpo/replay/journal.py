@@ -260,8 +260,8 @@ class Writer:
         if self._error is None:
             self._error = (
                 f"the journal in {self.directory} cannot be written ({error.strerror or error}); "
-                "nothing after this is recorded. Free space or mend the disk and start the same "
-                "command again, or go on without a journal: replay.journal.enable=false"
+                "nothing after this is recorded. Free space or repair the disk and start the same "
+                "command again, or continue without a journal: replay.journal.enable=false"
             )
         return JournalError(self._error)
 
@@ -410,8 +410,8 @@ class Results:
         meta = decode_meta(self.view(place), max_bytes=max_bytes)
         if meta.group_id != group_id or attempt not in (None, meta.attempt):
             raise WireError(
-                f"the journal has group {meta.group_id} attempt {meta.attempt} in the "
-                f"place of group {group_id}" + ("" if attempt is None else f" attempt {attempt}")
+                f"the journal has group {meta.group_id} attempt {meta.attempt} instead "
+                f"of group {group_id}" + ("" if attempt is None else f" attempt {attempt}")
             )
         return meta
 

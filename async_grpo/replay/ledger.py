@@ -258,7 +258,7 @@ class Ledger:
         if in_slots != len(self.entries) or in_slots + sum(self.closed.values()) != self.issued:
             raise RuntimeError(
                 f"the ledger does not add up: {self.issued} ids issued, states "
-                f"{self.counts()}; this is a bug, please report it"
+                f"{self.counts()}; this is a bug, please open an issue"
             )
 
     # ---- the longer events ----
@@ -342,7 +342,7 @@ class Ledger:
     def _impossible(self, event: events.Event) -> RuntimeError:
         return RuntimeError(
             f"{str(event)[:200]} cannot happen now (step {self.steps}, live "
-            f"{self.live}); this is a bug, please report it"
+            f"{self.live}); this is a bug, please open an issue"
         )
 
     def _move(self, entry: GroupEntry, to: State) -> None:

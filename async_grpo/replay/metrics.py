@@ -71,7 +71,7 @@ class QueueWaits:
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
         blocked = self._blocked_s + sum(now - since for since in self._blocked.values())
-        out = {"replay/blocked_s": blocked, "replay/starved_s": self._starved_s + waiting}
+        out = {"replay/blocked_s": blocked, "replay/learner_idle_s": self._starved_s + waiting}
         if len(self._trained_slow) >= WARM and any(self._completed_slow):
             completed = sum(self._completed_slow) / len(self._completed_slow)
             trained = sum(self._trained_slow) / len(self._trained_slow)
@@ -92,8 +92,8 @@ def batch_metrics(
         oldest = [min(lag, settings.max_staleness) for lag in oldest]
         lags = [lag for lag in lags if lag <= settings.max_staleness]
     return {
-        "replay/lag_mean": sum(oldest) / len(rows),
-        "replay/lag_max": float(max(lags)),
+        "replay/staleness_mean": sum(oldest) / len(rows),
+        "replay/staleness_max": float(max(lags)),
         "replay/stale_tokens": masked,
         "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
     }

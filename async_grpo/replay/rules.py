@@ -117,8 +117,8 @@ class QueueSettings:
             raise ValueError(f"order is {self.order!r}, not one of {', '.join(ORDERS)}")
         if self.on_stale == "wait" and not ORDERS[self.order].bounded:
             raise ValueError(
-                f"order `{self.order}` has no bound of its own: it needs on_stale `mask` or "
-                "`expire`"
+                f"order `{self.order}` does not bound staleness by itself: it needs on_stale "
+                "`mask` or `expire`"
             )
         if self.retire_at is None:
             return
@@ -188,7 +188,7 @@ def problem_of(
     if meta.policy_version != ticket.policy_version:
         return f"ticket version {meta.policy_version} instead of {ticket.policy_version}"
     if wrong := {row.verdict for row in meta.rows} - {None, 0.0, 1.0}:
-        return f"a verdict of {wrong.pop()}, which is neither 0 nor 1"
+        return f"a correctness of {wrong.pop()}, which is neither 0 nor 1"
     if any(later < one for row in meta.rows for (one, _), (later, _) in pairwise(row.versions)):
         return "a token of an older version than the one before it"
     versions = [version for row in meta.rows for version, _ in row.versions]
@@ -222,7 +222,7 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float | None:
         return shaping.shape(row.rewards, row.length)
     if metric == "acc":
         if row.verdict is None:
-            raise ValueError("a rollout has no verdict, the metric acc")
+            raise ValueError("a response is not judged, and the metric `acc` needs that")
         return row.verdict
     if metric not in row.rewards and metric in shaping.weights:
         return None
@@ -240,5 +240,5 @@ def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnS
         raise StalenessError(
             f"step {step} would train group {meta.group_id} with tokens of versions "
             f"{meta.min_version} to {meta.max_version} at "
-            f"max_staleness {max_staleness}; this is a bug, please report it"
+            f"max_staleness {max_staleness}; this is a bug, please open an issue"
         )

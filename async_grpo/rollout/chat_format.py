@@ -246,7 +246,7 @@ def parser_of(tokenizer: Any, wanted: str) -> str | None:
     if parser := ENGINE.parser_for(str(tokenizer.chat_template)):
         return parser
     raise SetupError(
-        "there are tools, but nothing here says how this model writes tool calls: set "
+        "the task has tools, but the format of this model's tool calls is unknown: set "
         f"`environment.tool_parser` to a parser of {ENGINE.name}, for example hermes or "
         "llama3_json (docs/agents.md), and use a model whose chat template knows tools"
     )

@@ -116,7 +116,7 @@ class Episode:
         return cls(
             session,
             {name: value for name, value in score.rewards.items() if value is not None},
-            score.verdict,
+            score.correct,
             response.finish_reason,
             first_token=response.first_token,
             last_token=ended,
@@ -413,7 +413,7 @@ class EpisodePlayer:
         for name, value in answer.rewards.items():
             episode.rewards[name] += value
         episode.metrics.update(answer.metrics)
-        episode.verdict = episode.verdict if answer.verdict is None else answer.verdict
+        episode.verdict = episode.verdict if answer.correct is None else answer.correct
         return answer
 
     def _end(

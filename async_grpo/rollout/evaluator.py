@@ -192,7 +192,7 @@ def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -
         return ProblemOutcome(
             greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
         )
-    verdicts = [result.verdict if isinstance(result, Score) else None for result in results]
+    verdicts = [result.correct if isinstance(result, Score) else None for result in results]
     right = [verdict is not None and verdict >= 1.0 for verdict in verdicts]
     return ProblemOutcome(
         greedy=right[0],
@@ -211,7 +211,7 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     result = results[0]
     row = {"prompt": problem.prompt, "response": answer.texts[0], "tokens": answer.lengths[0]}
     if isinstance(result, Score):
-        return row | {"rewards": result.rewards, "verdict": result.verdict}
+        return row | {"rewards": result.rewards, "correct": result.correct}
     return row | {"error": str(result)}
 
 

@@ -369,7 +369,7 @@ class GroupProducer(EngineHost):
                 self._verifier_errors.setdefault(result.reason, shortened(first_line(result), 300))
                 if self._config.task.verifier.on_error != "zero":
                     raise result
-                result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), verdict=0.0)
+                result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), correct=0.0)
             scores.append(result)
         return scores
 

@@ -82,10 +82,7 @@ class RunDirectory:
     def go_on(self, step: int, *, note: Callable[[str], None]) -> None:
         """Set checkpoints of another history than that up to `step` aside."""
         for path in checkpoint.set_aside(self.path, step):
-            note(
-                f"a checkpoint of a later step than {step}, where this run goes on, is set aside: "
-                f"{path}"
-            )
+            note(f"a checkpoint after step {step}, where this run continues, is set aside: {path}")
 
     def release(self) -> None:
         """Let another start have it. A second call does nothing."""

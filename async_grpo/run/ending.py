@@ -133,7 +133,7 @@ def stuck(trainer, console: Console) -> None:
     """End a driver whose event loop does not turn: with the driver, Ray ends its processes."""
     limit_s = trainer.config.watchdog.step_timeout_s
     message = (
-        f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
+        f"the driver's event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
         "s; the stacks of the driver say where it is"
     )
     try:

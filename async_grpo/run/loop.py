@@ -300,7 +300,7 @@ class StepTrainer:
             "time/step": wall,
             "time/wait": wait,
             "time/train": train,
-            "time/publish": publish,
+            "time/weight_sync": publish,
             "time/learner_idle": spent.idle,
             "train/tokens_per_s": spent.tokens_per_s,
             **self._line,
@@ -379,7 +379,7 @@ class Loop(StepTrainer):
         step, started = self.steps_done + 1, time.perf_counter()
         async with self._until_failure(step):
             self.phase = f"waiting for the groups of learner step {step}"
-            with self.time.during("starved"):
+            with self.time.during("idle"):
                 batch = await self._take(step)
             if self._samples is not None:
                 self._samples.take(batch)
@@ -417,7 +417,7 @@ class Loop(StepTrainer):
         """Publish the newest weights, and wait until they are live."""
         await self.publish_newest()
         async with self._until_failure():
-            with self.time.during("publishing"):
+            with self.time.during("weight_sync"):
                 await self._publisher.settle()
         self.phase = BETWEEN
 
@@ -432,15 +432,15 @@ class Loop(StepTrainer):
     def held(self) -> Iterator[None]:
         """Enter while a publication waits for an evaluation of the version before."""
         before = self.phase
-        self.phase = "waiting for an evaluation before the next version is published"
+        self.phase = "waiting for an evaluation before the next weight sync"
         with self.time.during("evaluating"):
             yield
         self.phase = before
 
     async def _publish(self, version: int) -> float:
         self._raise_failure()
-        self.phase = f"publishing version {version}"
-        with self.time.during("publishing"):
+        self.phase = f"syncing weights of version {version}"
+        with self.time.during("weight_sync"):
             waited = await self._publisher.publish(version)
         self._published = version
         return waited
@@ -459,5 +459,5 @@ class Loop(StepTrainer):
         self.scores.append(metrics["rollout/score"])
         self.tokens += int(metrics["rollout/response_tokens"])
         # absent when no token of the batch is in the loss
-        self.lag_sum += metrics.get("train/lag_mean", 0.0)
-        self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
+        self.lag_sum += metrics.get("train/staleness_mean", 0.0)
+        self.lag_max = max(self.lag_max, metrics.get("train/staleness_max", 0.0))

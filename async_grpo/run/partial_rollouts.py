@@ -116,7 +116,7 @@ class PartialCollector:
             late = f"nothing within {PATIENCE_S:g} s"
             why = late if isinstance(error, TimeoutError) else last_line(error)
             self._listener.note(
-                f"{engine.actor_id} did not tell of its responses under way ({why}): they "
+                f"{engine.actor_id} did not report its responses under way ({why}): they "
                 "are not in the checkpoint"
             )
             return []

@@ -281,16 +281,17 @@ class RowMath:
             "rollout/response_length_max": float(max(row.length for row in metas)),
             "rollout/response_tokens": float(sum(row.length for row in metas)),
             "rollout/truncated": sum(row.truncated for row in metas) / n,
-            "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
-            "rollout/mixed_version_rows": sum(newest > oldest for oldest, newest in spans) / n,
-            "rollout/versions_per_row": sum(newest - oldest + 1 for oldest, newest in spans) / n,
+            "rollout/masked_responses": sum(self._loss_tokens(row) == 0 for row in metas) / n,
+            "rollout/mixed_version_responses": sum(newest > oldest for oldest, newest in spans) / n,
+            "rollout/versions_per_response": sum(newest - oldest + 1 for oldest, newest in spans)
+            / n,
             **durations(batch),
         }
         scores = [score(row.rewards, self._weights) for row in metas]
         out |= _spread("rollout/score", scores)
         lags = [batch.step - 1 - row.min_version for row in metas]
         for bucket, found in _by_lag(lags, scores).items():
-            out[f"train/lag_{bucket}/score"] = sum(found) / len(found)
+            out[f"train/staleness_{bucket}/score"] = sum(found) / len(found)
         if any(row.turn_rewards is not None for row in metas):
             out |= _episodes_seen(metas)
         out |= _constant_groups(batch, {key: shaped[key] for key in rows}) | _by_correctness(metas)

@@ -106,7 +106,7 @@ class LearnerSupervisor:
         with self._loop.time.during("restarting"):
             try:
                 async with self._coordinator.without_learner():
-                    await self._discard(origin, reached, "the user went back")
+                    await self._discard(origin, reached, "the user restored a checkpoint")
                     self._origin = min(self._origin, origin, key=lambda one: one.step)
                     self._loop.go_back(origin.step, None)
                     await self._learner.start(origin.learner)
@@ -168,7 +168,7 @@ class LearnerSupervisor:
         kind = Stalled if getattr(error, "silent", False) else FaultBudgetSpent
         if not self._config.replay.journal.enable:
             raise kind(
-                f"{error}; without replay.journal.enable a learner that died cannot be brought back"
+                f"{error}; without replay.journal.enable a learner that died cannot be restarted"
             ) from error
         if self.restarts >= budget:
             raise kind(
@@ -201,7 +201,7 @@ class LearnerSupervisor:
             checkpoint.newest_whole, run_dir, check=checkpoint.verify, steps=steps
         )
         for error in damaged:
-            self._listener.note(f"{error}; an older checkpoint is taken")
+            self._listener.note(f"{error}; an older checkpoint is used")
         if found is not None:
             return Origin(found, checkpoint.step_of(found))
         if damaged and (why := await self._queue.obstacle(after=self._origin.step, until=reached)):
@@ -244,9 +244,9 @@ class LearnerSupervisor:
         )
         if weights.different:
             self._listener.note(
-                f"the weights differ from version {weights.different[0]} on: kernels that are not "
-                "deterministic. Tokens keep the log-probs with which they "
-                "were sampled, so the importance ratios stay right"
+                f"the weights differ from version {weights.different[0]} on, because of "
+                "kernels that are not deterministic. Tokens keep the log-probs with which they "
+                "were sampled, so the importance ratios stay correct"
             )
 
     async def _digest(self, version: int) -> str:

@@ -59,11 +59,11 @@ def _retrain(trainer: Trainer, console: Console, *, source: Path, after: int | N
     trainer.stop()
     same, different = len(compared.same), compared.different
     count = same + len(different)
-    weights = f"bit-equal at all {count} publications"
+    weights = f"bit-equal at all {count} weight syncs"
     if not count:
         weights = "not compared: the run recorded no digests"
     elif different:
-        weights = f"different from version {different[0]} on ({same} of {count} publications "
+        weights = f"different from version {different[0]} on ({same} of {count} weight syncs "
         weights += "are bit-equal)"
     metrics = str(trainer.run_dir / "metrics.jsonl")
     console.summary("repeated", [("weights", weights), ("metrics", metrics)])

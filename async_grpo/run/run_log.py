@@ -79,9 +79,9 @@ class RunLog:
         if error > WRONG_SAMPLER and not self._told_sampler:
             self._told_sampler = True
             self._console.error(
-                f"step {step}: on tokens of the same weights the learner's log-probs differ from "
-                f"the engines' by {error:.2g} on average (weights/sampler_error): what is trained "
-                "is not what was sampled (docs/failures.md)"
+                f"step {step}: with the same weights, log-probs of learner and engines differ by "
+                f"{error:.2g} on average (weights/sampler_error): the trained policy is not the "
+                "sampled one (docs/failures.md)"
             )
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
@@ -93,7 +93,7 @@ class RunLog:
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after its weights were staged."""
         self._console.published(version, seconds)
-        self.callbacks.tell("on_publication", version, seconds)
+        self.callbacks.tell("on_weight_sync", version, seconds)
 
     def saved(self, step: int, path: Path) -> None:
         """Tell callbacks of a complete checkpoint."""
@@ -147,8 +147,8 @@ class RunLog:
                 "were cut off), easier problems"
             )
         self.note(
-            f"warning: steps {step - FLAT_STEPS + 1} to {step}: nothing can be learnt, because all "
-            f"responses of each group have the same reward (score "
+            f"warning: steps {step - FLAT_STEPS + 1} to {step}: nothing to learn: all responses "
+            f"of each group have the same reward (score "
             f"{metrics.get('rollout/score', 0):.2f}); what helps: {helps}"
             + (f"; one of them: {shortened(example, 300)!r}" if example else "")
         )

@@ -38,20 +38,20 @@ class SpeedWatch:
                 console.info(expected)
         setup = ThroughputSettings.configured(config, max_num_seqs=max_num_seqs, cores=cores)
         gain = None if self._forecast is None else self._forecast.gain
-        self._verdicts = BottleneckWatch(setup, agree=AGREE, gain=gain)
+        self._bottlenecks = BottleneckWatch(setup, agree=AGREE, gain=gain)
 
     @property
     def latest(self) -> Bottleneck | None:
         """Who limited the last interval of steps; None before the first."""
-        return self._verdicts.latest
+        return self._bottlenecks.latest
 
     def observe(
         self, metrics: Mapping[str, float], lengths: Sequence[tuple[int, ...]]
     ) -> dict[str, float]:
-        """Look at a learner step; what is to be logged of the forecast. Shows a new verdict."""
+        """Look at a learner step; what is to be logged of the forecast. Shows a new bottleneck."""
         predicted = {} if self._forecast is None else self._forecast.observe(metrics, lengths)
-        if (verdict := self._verdicts.observe(metrics)) is not None:
-            self._console.verdict(kind=verdict.kind, text=verdict.text)
+        if (found := self._bottlenecks.observe(metrics)) is not None:
+            self._console.bottleneck(kind=found.kind, text=found.text)
         return predicted
 
     def end(self) -> dict[str, float]:

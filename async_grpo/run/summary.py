@@ -26,8 +26,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Write the rows (label, text) of the closing table, while the trainer still runs."""
     rows = [*_accuracy(trainer), *_training(trainer)]
     rows += goodput(trainer.system.loop.latest, scope=scope(trainer, "whole run"))
-    if trainer.verdict is not None:
-        rows.append(("verdict", trainer.verdict.text))
+    if trainer.bottleneck is not None:
+        rows.append(("bottleneck", trainer.bottleneck.text))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
 
 
@@ -74,7 +74,7 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
             f"(bound {trainer.config.replay.max_staleness})",
         ),
         (
-            "publications",
+            "weight syncs",
             f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
             "its time for them",
         ),
@@ -134,7 +134,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         ),
         (
             times.repeated or times.dropped,
-            "publication faults",
+            "weight sync faults",
             f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
         ),
         (
@@ -145,7 +145,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         (
             system.queue_restarts,
             "queue restarts",
-            f"{system.queue_restarts}; the replay queue's process went on from its journal",
+            f"{system.queue_restarts}; the replay queue's process continued from its journal",
         ),
         (
             learner := system.supervisor.restarts,

@@ -320,7 +320,7 @@ class System:
         step = self.steps_done
         saved = await self.supervisor.surviving(partial(self._save, directory))
         if self.steps_done != step:
-            raise StorageFailure(f"the learner went back to step {self.steps_done} meanwhile")
+            raise StorageFailure(f"the learner was rolled back to step {self.steps_done} meanwhile")
         return saved
 
     async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:

@@ -109,7 +109,7 @@ class Trainer:
     def from_checkpoint(
         cls, path: str | Path, overrides: Sequence[str] = (), **more: Any
     ) -> Trainer:
-        """Build the trainer that goes on from this checkpoint, with its settings.
+        """Build the trainer that continues from this checkpoint, with its settings.
 
         overrides: `section.key=value`, such as another `learner.lr`, or a `run.dir` for a run of
         its own; without one it goes on in the directory of the run that wrote the checkpoint. more:
@@ -281,8 +281,8 @@ class Trainer:
             own = path == checkpoint.path_for(self.run_dir.resolve(), origin.step)
             if not own or origin.step > self.steps_done:
                 raise RunError(
-                    f"{path} is no earlier checkpoint of {self.run_dir}, and a run that is started "
-                    "goes back in its own history only; use Trainer.from_checkpoint"
+                    f"{path} is no earlier checkpoint of {self.run_dir}, and a started run "
+                    "can only go back in its own history; use Trainer.from_checkpoint"
                 )
             self._running.run(self.system.restore(origin))
             self.finished = None
@@ -299,7 +299,7 @@ class Trainer:
 
     def get_state(self) -> dict[str, Any]:
         """Return where the run is, as plain values: steps, versions, evaluations, faults, and the
-        newest complete checkpoint, from which `from_checkpoint` goes on.
+        newest complete checkpoint, from which `from_checkpoint` continues.
         """
         system, newest = self.system, checkpoint.latest(self.run_dir)
         return {
@@ -354,7 +354,7 @@ class Trainer:
     @contextmanager
     def draining(self) -> Iterator[Self]:
         """Let SIGTERM and SIGINT end `train`, `steps` and `evaluate` between learner steps, inside
-        of this context; the script goes on behind them, to save. A second signal ends the process.
+        of this context; the script continues after them, to save. A second signal ends the process.
         Raises RunError outside of the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -456,7 +456,7 @@ class Trainer:
         return self._running.system
 
     @property
-    def verdict(self) -> Bottleneck | None:
+    def bottleneck(self) -> Bottleneck | None:
         """Who limited the last interval of steps, and what to change; None before the first."""
         return None if self._speed is None else self._speed.latest
 
@@ -485,13 +485,10 @@ class Trainer:
         if self.finished is not None:
             return (
                 f"nothing is trained: the run is finished ({self.finished}); restore a checkpoint "
-                "to go on from there"
+                "to continue from there"
             )
         if self.stop_requested:
-            return (
-                "nothing is trained: the run was asked to end; another trainer goes on from its "
-                "checkpoint"
-            )
+            return "nothing is trained: the run was asked to end; continue in a new trainer"
         return ""
 
     def _begin_what_is_due(self, metrics: dict[str, float], *, before: int) -> None:

@@ -19,11 +19,11 @@ def finite(name: str, value: object) -> float:
     return number
 
 
-def checked_verdict(value: object) -> float | None:
-    """Return a verdict as a plain number. Raises TypeError or ValueError for another than 0, 1 and
+def checked_correct(value: object) -> float | None:
+    """Return `correct` as a plain number. Raises TypeError or ValueError for another than 0, 1 and
     None.
     """
-    number = None if value is None else finite("verdict", value)
+    number = None if value is None else finite("correct", value)
     if number not in (None, 0, 1):
-        raise ValueError(f"verdict must be 0, 1 or None, got {number}; part of a point is a reward")
+        raise ValueError(f"correct must be 0, 1 or None, got {number}; part of a point is a reward")
     return number

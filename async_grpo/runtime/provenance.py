@@ -132,9 +132,8 @@ def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str 
     step = manifest["step"]
     if manifest.get("tokenizer_fingerprint", tokenizer) != tokenizer:
         raise SetupError(
-            "the tokenizer of the model differs from the one that the checkpoint of step "
-            f"{step} was trained with, so its token ids mean other "
-            "text; give the model the tokenizer back, or start anew with another run.dir"
+            "the tokenizer of the model is not the one that the checkpoint of step "
+            f"{step} was trained with. Restore the tokenizer, or start anew with another run.dir"
         )
     if manifest.get("data_fingerprint", data) != data:
         return (

@@ -108,13 +108,13 @@ class RunLock:
             if lives or watched not in (None, touched):
                 raise SetupError(
                     f"another run uses {self._run_dir}: {_named(owner)}; wait until it has ended, "
-                    "or give this one a run.dir of its own"
+                    "or give this run another run.dir"
                 )
             if watched is None:
                 watched = touched
                 note(
                     f"{self._path} names {_named(owner)}, which cannot be seen from here; the "
-                    f"directory is taken over once that has said nothing for {SILENT_S:g} s"
+                    f"directory is taken over once that process has been silent for {SILENT_S:g} s"
                 )
             check()
             time.sleep(POLL_S)
@@ -143,8 +143,8 @@ class RunLock:
                     os.utime(self._path)
                 else:
                     self._lost(
-                        f"{_named(owner)} has taken over {self._run_dir}, because this run stood "
-                        f"still for more than {SILENT_S:g} s; only one of them may write there"
+                        f"{_named(owner)} has taken over {self._run_dir}, because this run was "
+                        f"stopped for more than {SILENT_S:g} s; only one run may write there"
                     )
                     return
                 failing = False

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 LEARNER_CAUSES = (
     "working",
-    "starved",
-    "publishing",
+    "idle",
+    "weight_sync",
     "checkpointing",
     "evaluating",
     "restarting",
     "other",
 )
-"""starved: the queue has no batch. restarting: the ranks are brought back."""
+"""idle: the queue has no batch. restarting: the ranks are restarted."""
 ENGINE_CAUSES = (
     "working",
     "blocked",
@@ -51,7 +51,7 @@ def spent(first: Mapping[str, float], last: Mapping[str, float], prefix: str) ->
 class LearnerTime:
     """The learner's seconds by cause over some learner steps, and the response tokens they trained.
 
-        learner idle      = seconds["starved"] / seconds of all causes
+        learner idle      = seconds["idle"] / seconds of all causes
         tokens per second = tokens / seconds of all causes
 
     All causes: publications, checkpoints, evaluations that the learner waits for and what the
@@ -83,7 +83,7 @@ class LearnerTime:
     @property
     def idle(self) -> float:
         """Share of the time in which the queue had no batch for the learner."""
-        return self.share("starved")
+        return self.share("idle")
 
     @property
     def tokens_per_s(self) -> float:

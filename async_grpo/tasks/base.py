@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from async_grpo.config import schema
 from async_grpo.errors import SetupError
-from async_grpo.runtime.numbers import checked_verdict, finite
+from async_grpo.old_names import WasVerdict
+from async_grpo.runtime.numbers import checked_correct, finite
 
 Prompt = str | list[dict[str, str]]
 Options = TypeVar("Options", bound=BaseModel)
@@ -41,13 +42,13 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Raw reward per component, None where there is nothing to say of one, and the verifier's 0/1
-    verdict where there is one.
+class Score(WasVerdict):
+    """Raw reward per component, None where there is nothing to say of one, and whether the response
+    is correct: 1, 0 or None.
     """
 
     rewards: dict[str, float | None]
-    verdict: float | None
+    correct: float | None
 
 
 class Task(Protocol):
@@ -99,8 +100,8 @@ def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
         )
     if not any(settings.rewards.values()):
         raise TaskError(
-            "task.rewards gives every component the weight 0, so no response would be better than "
-            "another; give one of them a weight"
+            "task.rewards gives every component the weight 0, so that all responses are equal; "
+            "give one of them a weight"
         )
     return {name: settings.rewards.get(name, 0.0) for name in task.weights}
 
@@ -112,8 +113,8 @@ def refuse_rows(settings: schema.TaskConfig) -> None:
     for key, given in (("train", settings.train), ("eval", settings.eval)):
         if given is not None and ":" not in settings.name:
             raise TaskError(
-                f"task.{key} is {given!r}, but task {settings.name} makes its problems itself; "
-                "leave it out, or choose a task with rows (docs/tasks.md)"
+                f"task.{key} is {given!r}, but task {settings.name} generates its problems; "
+                "leave it out, or choose a task with data rows (docs/tasks.md)"
             )
 
 
@@ -152,4 +153,4 @@ def check_score(score: object, components: Collection[str], counted: Collection[
             f"score() has no value for any of {sorted(counted or components)}; a response needs "
             "one of the components that have a weight"
         )
-    return Score(rewards, checked_verdict(score.verdict))
+    return Score(rewards, checked_correct(score.correct))

@@ -3,7 +3,7 @@ are optional.
 
 Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared.
 Reward `correct`: 1 if the response matches `answer`; else the largest value among the answers in
-`rewards`, e.g. {"Lyon": 0.2}, that it matches; else 0. The verdict is 1 only for `answer` itself.
+`rewards`, e.g. {"Lyon": 0.2}, that it matches; else 0. `correct` is 1 only for `answer` itself.
 """
 
 from __future__ import annotations

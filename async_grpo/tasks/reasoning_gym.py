@@ -3,7 +3,7 @@
 Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are
 generated from seeds: training problem i comes from `first + i`, where `first` is a function of the
 run's seed; held-out problems come from seeds that no run trains on and are the same for every run.
-Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at
+Reward `correct`: the data set's score, in [0, 1]; it is correct exactly when that score is at
 least 1. An answer that a scorer would evaluate, and that does not look like a number, list or
 formula, is scored like none (`safe_answers`).
 """

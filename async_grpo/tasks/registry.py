@@ -53,7 +53,7 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
     if not colon or not module_name or not class_name:
         raise TaskError(
             f"there is no task {settings.name!r}{_did_you_mean(settings.name, BUILT_IN)}; "
-            f"use one of {', '.join(BUILT_IN)}, or your own as package.module:Class"
+            f"use one of {', '.join(BUILT_IN)}, or a custom one as package.module:Class"
         )
     try:
         module = importlib.import_module(module_name)

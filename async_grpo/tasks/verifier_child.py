@@ -45,7 +45,7 @@ def _limit_cpu(timeout_s: float) -> None:
 def _score(
     task: Any, components: list[str], counted: list[str], response: str, reference: Any
 ) -> list[Any]:
-    """["ok", rewards, verdict], or [reason, detail]."""
+    """["ok", rewards, correct], or [reason, detail]."""
     from async_grpo.tasks.base import check_score
 
     try:
@@ -60,7 +60,7 @@ def _score(
         return ["wrong_type", str(error)[:500]]
     except ValueError as error:
         return ["non_finite", str(error)[:500]]
-    return ["ok", score.rewards, score.verdict]
+    return ["ok", score.rewards, score.correct]
 
 
 if __name__ == "__main__":

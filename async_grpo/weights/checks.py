@@ -153,8 +153,8 @@ class Tolerance:
         allowed = max(LEAST_BIAS, difference.mean / 2, CONTRAST * difference.error)
         if not abs(difference.bias) <= allowed:
             return (
-                f"log-probs differ by {difference.bias:+.2g} on average, all in one direction, "
-                f"which rounding does not ({allowed:.2g} is allowed)"
+                f"log-probs differ by {difference.bias:+.2g} on average, all in one direction; "
+                f"rounding explains at most {allowed:.2g}"
             )
         self.noise = max(self.noise, difference.mean)
         return ""
@@ -168,7 +168,7 @@ class Tolerance:
         return max(MOVEMENT_NOISE, STEEPER * steeper) * max(self.noise, LEAST_NOISE)
 
 
-AFTER_PERTURBATION = "after a test publication of perturbed weights"
+AFTER_PERTURBATION = "after a test weight sync of perturbed weights"
 Scores = dict[str, list[np.ndarray]]
 """Log-probs of the fixed responses, each [L], by engine."""
 
@@ -329,7 +329,7 @@ class LoadPathCheck:
                 actor_id: self._tolerance.measure(Difference.of(served, staged.logprobs))
                 for actor_id, served in scores.items()
             },
-            "after a test publication of the true weights",
+            "after a test weight sync of the true weights",
         )
         return scores
 
@@ -383,9 +383,9 @@ class LoadPathCheck:
         for actor_id, objection in objections.items():
             if objection:
                 raise SelfCheckFailed(
-                    f"engine {actor_id} and the learner disagree {when}: {objection}. Weights do "
-                    f"not arrive where they should over {self._backend}, or the engine computes "
-                    "something else; training would silently use the wrong policy"
+                    f"engine {actor_id} and the learner disagree {when}: {objection}. Either "
+                    f"weights do not arrive over {self._backend}, or the engine computes another "
+                    "function; training would use the wrong policy"
                 )
 
     async def responses(

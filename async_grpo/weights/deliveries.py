@@ -74,7 +74,7 @@ class PublicationTimes:
         """Means per publication, and counts."""
         count = max(1, self.count)
         return {
-            "weights/publications": float(self.count),
+            "weights/syncs": float(self.count),
             "weights/learner_waited_s": self.learner_waited / count,
             "weights/engine_paused_s": self.engines_paused / count,
             "weights/until_live_s": self.wall / count,
@@ -217,7 +217,7 @@ class WeightDelivery(ABC, Generic[Engine]):
         if not receipt.failure and receipt.serving != announcement.label:
             raise RuntimeError(
                 f"{engine.actor_id} acknowledges {receipt.serving} where "
-                f"{announcement.label} was published"
+                f"{announcement.label} was sent"
             )
         return receipt
 
@@ -229,7 +229,7 @@ class WeightDelivery(ABC, Generic[Engine]):
             lambda engine: self._call(engine, announcement),
             learner=None if begun else self._learner.send(announcement),
             seconds=self._settings.deadlines.acknowledge_s,
-            what=f"publication {announcement.label}",
+            what=f"weight sync {announcement.label}",
             hurried=self.together,
         )
 
@@ -461,5 +461,5 @@ class PushDelivery(WeightDelivery[Engine]):
             await self._form(self._recipients())
         engines = self._recipients()
         if last and engines:
-            raise Stalled(f"publication {label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
+            raise Stalled(f"weight sync {label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
         return engines

@@ -79,7 +79,7 @@ class IpcSender(WeightSender):
             raise SetupError(
                 f"a copy of the weights for the engine takes {self._layout.nbytes / 2**20:,.0f} "
                 f"MiB and the GPU has {free / 2**20:,.0f} MiB free; lower "
-                "cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
+                "cluster.engine.kv_cache_gb, or give learner and engines separate GPUs"
             )
         with _mappable():
             return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)

@@ -81,7 +81,7 @@ class Layout:
             entry = self.entries[index]
             if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):
                 raise RuntimeError(
-                    f"the learner published {name} {tuple(weight.shape)} where "
+                    f"the learner sent {name} {tuple(weight.shape)} where "
                     f"{entry.name} {entry.shape} was announced"
                 )
             if views is not None:
@@ -159,7 +159,7 @@ def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
     """Return the sentence about a bucket with a wrong checksum."""
     of = "" if buckets is None else f" of {buckets}"
     return (
-        f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were "
+        f"bucket {bucket + 1}{of} of the weights arrived with other bytes than were "
         f"sent; it holds {listed(names, _SHOWN)}"
     )
 

@@ -76,7 +76,7 @@ def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
         )
     return (
         fallback,
-        f"{said}: weights are published through files in {fallback}, which is slower; give "
+        f"{said}: weights are synced through files in {fallback}, which is slower; give "
         "the container more shared memory",
     )
 

@@ -188,10 +188,7 @@ def parse_label(label: str) -> Version:
     none.
     """
     if not is_version(label):
-        raise ValueError(
-            f"a token carries the weight version {label!r}, which no publication set; it "
-            "cannot be trained"
-        )
+        raise ValueError(f"a token carries the weight version {label!r}, which no weight sync set")
     epoch, step = label[1:].split(".")
     return Version(int(epoch), int(step))
 

@@ -238,7 +238,7 @@ def _of_all(group: Group, name: str) -> list[Any]:
     if all(value is None for value in values):
         return []
     if None in values:
-        raise WireError(f"group {group.group_id} has rows with and without {name}")
+        raise WireError(f"group {group.group_id} has sequences with and without {name}")
     return values
 
 
@@ -250,7 +250,7 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
         tokens, sampled = sum(map(sum, row.segments)), sum(pair[1] for pair in row.segments)
         if (len(row.response_ids), len(row.behavior_logprobs)) != (tokens, sampled):
             raise WireError(
-                f"group {group.group_id} row {index}: {len(row.response_ids)} tokens and "
+                f"group {group.group_id} sequence {index}: {len(row.response_ids)} tokens and "
                 f"{len(row.behavior_logprobs)} log-probs, for {tokens} tokens of which {sampled} "
                 "were sampled; they must be equal"
             )
@@ -258,7 +258,7 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
         for span in row.versions:
             if span.start != at:
                 raise WireError(
-                    f"group {group.group_id} row {index}: a version span starts at "
+                    f"group {group.group_id} sequence {index}: a version span starts at "
                     f"{span.start} instead of {at}"
                 )
             at = span.end
@@ -349,8 +349,8 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
         bad = ~((logprobs > -np.inf) & (logprobs <= 1e-3))
         ends = list(accumulate(row.length for row in meta.rows))
         raise WireError(
-            f"row {bisect_right(ends, int(bad.argmax()))} has a log-prob that is not finite or "
-            "positive"
+            f"sequence {bisect_right(ends, int(bad.argmax()))} has a log-prob that is not finite "
+            "or positive"
         )
     return meta
 

@@ -96,11 +96,11 @@ def _check_episodes(meta: GroupMeta) -> None:
             firsts.append(facts)
         if not 0 <= number < len(firsts) or firsts[number] != facts:
             raise WireError(
-                f"row {index} is of episode {number}, which is not the next one, or whose first "
-                "row has another role, reward, verdict or finish reason"
+                f"sequence {index} is of episode {number}, which is not the next one, or whose "
+                "first sequence has another role, reward, correctness or finish reason"
             )
     if len(firsts) == len(meta.rows):
-        raise WireError("episodes must be empty where every row is one of its own")
+        raise WireError("episodes must be empty where every sequence is its own episode")
 
 
 def _row_prompts(header: dict[str, Any], n_rows: int) -> list[int]:
@@ -130,14 +130,14 @@ def _segments(header: dict[str, Any]) -> _Segments:
     segments = column(header, "segments", INTEGER)
     if min(prompts, default=0) < 1 or not turns:
         raise WireError(
-            f"{len(prompts)} prompts and {len(turns)} rows; there must be at least 1 of both, and "
-            "at least 1 token of a prompt"
+            f"{len(prompts)} prompts and {len(turns)} sequences; there must be at least 1 of both, "
+            "and at least 1 token of a prompt"
         )
     contexts, lengths = segments[::2], segments[1::2]
     if min(turns) < 1 or 2 * sum(turns) != len(segments) or min(contexts) < 0 or min(lengths) < 1:
         raise WireError(
-            f"{len(segments)} segments for {len(turns)} rows; every row has turns, each with a "
-            "number of context tokens and at least 1 sampled token"
+            f"{len(segments)} segments for {len(turns)} sequences; every sequence has turns, each "
+            "with a number of context tokens and at least 1 sampled token"
         )
     given = _finite(header, "turn_rewards", len(lengths)) if header["turn_rewards"] != [] else []
     values = [value for value in given if value is not None]
@@ -187,7 +187,7 @@ def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[st
     if not allowed.issuperset(values):
         index = next(index for index, value in enumerate(values) if value not in allowed)
         raise WireError(
-            f"row {index} has {values[index]!r:.40} in {name}, not one of {sorted(allowed)}"
+            f"sequence {index} has {values[index]!r:.40} in {name}, not one of {sorted(allowed)}"
         )
     return values
 
@@ -214,7 +214,7 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
             {name: value for name, value in row.items() if value is not None} for row in rewards
         ]
         if not all(rewards):
-            raise WireError(f"row {rewards.index({})} has no reward")
+            raise WireError(f"sequence {rewards.index({})} has no reward")
     return rewards
 
 
@@ -225,7 +225,7 @@ def _versions(header: dict[str, Any], lengths: list[int]) -> list[tuple[tuple[in
     tokens = column(header, "span_tokens", INTEGER, len(versions))
     if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
         raise WireError(
-            f"{len(versions)} version spans for {len(lengths)} rows, or a negative "
+            f"{len(versions)} version spans for {len(lengths)} sequences, or a negative "
             "version, or a span without tokens"
         )
     if tokens == lengths and len(counts) == len(tokens):
@@ -234,7 +234,7 @@ def _versions(header: dict[str, Any], lengths: list[int]) -> list[tuple[tuple[in
     stops, covered = list(accumulate(counts)), list(accumulate(tokens))
     for index, (stop, bound) in enumerate(zip(stops, bounds, strict=True)):
         if covered[stop - 1] != bound:
-            raise WireError(f"row {index} has version spans that do not cover its tokens")
+            raise WireError(f"sequence {index} has version spans that do not cover its tokens")
     spans = list(zip(versions, tokens, strict=True))
     return [tuple(spans[stop - count : stop]) for count, stop in zip(counts, stops, strict=True)]
 

@@ -135,12 +135,12 @@ def course(lines: Sequence[dict[str, float]]) -> dict[str, Any]:
     last = max(steps)
     kept = [steps[number] for number in range(SKIPPED + 1, last + 1)]
     window = seconds[last] - seconds[SKIPPED]
-    starved = steps[last]["time/learner/starved"] - steps[SKIPPED]["time/learner/starved"]
+    starved = steps[last]["time/learner/idle"] - steps[SKIPPED]["time/learner/idle"]
     return {
         "points": points,
         "groups_per_s": 16 * len(kept) / window,
         "idle": starved / window,
-        "lag_mean": statistics.mean(line["train/lag_mean"] for line in kept),
+        "lag_mean": statistics.mean(line["train/staleness_mean"] for line in kept),
         "machine": machine(),
     }
 

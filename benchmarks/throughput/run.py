@@ -99,7 +99,7 @@ def summed(lines: dict[int, dict[str, float]], *, skip: int, last: int) -> Row:
         "response_length": mean("rollout/response_length"),
         "shares": shares,
         "longest": max(line["rollout/response_length_max"] for line in steps),
-        "lag_mean": mean("train/lag_mean"),
+        "lag_mean": mean("train/staleness_mean"),
         "until_live_s": final.get("weights/until_live_s", 0.0),
         "padding": mean("train/padding"),
     }

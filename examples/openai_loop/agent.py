@@ -8,7 +8,7 @@ from openai import BadRequestError, OpenAI
 problem = json.load(sys.stdin)
 table, right = problem["reference"]["table"], problem["reference"]["answer"]
 messages = [{"role": "user", "content": problem["prompt"]}]
-client, verdict = OpenAI(), 0.0
+client, correct = OpenAI(), 0.0
 while True:
     try:
         reply = client.chat.completions.create(model="policy", messages=messages)
@@ -18,8 +18,8 @@ while True:
     verb, digit = said.content[:1], said.content[1:]
     known = len(digit) == 1 and digit in "0123456789"
     if verb == "a" and known:  # an answer
-        verdict = float(int(digit) == right)
+        correct = float(int(digit) == right)
         break
     answer = f"{table[int(digit)]}>" if verb == "g" and known else "?>"
     messages += [said, {"role": "user", "content": answer}]
-print(json.dumps({"rewards": {"correct": verdict}, "verdict": verdict}))
+print(json.dumps({"rewards": {"correct": correct}, "correct": correct}))

@@ -25,4 +25,4 @@ def add(a: int, b: int) -> int:
 
 answer = agent.run_sync(problem["prompt"]).output
 right = float(answer.strip() == str(problem["reference"]))
-print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+print(json.dumps({"rewards": {"correct": right}, "correct": right}))

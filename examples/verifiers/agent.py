@@ -1,10 +1,10 @@
-"""An environment of `verifiers`, in an interpreter of its own, that plays one episode.
+"""An environment of `verifiers`, in a separate interpreter, that plays one episode.
 
     python -m venv judge && judge/bin/pip install "verifiers<0.2"
     task: {name: program, options: {command: [judge/bin/python, examples/verifiers/agent.py]}}
 
-The rubric's reward is the episode's. Put an environment of your own in the place of this one, of
-one turn or of several; `preload: [verifiers, datasets]` saves each episode the imports.
+The rubric's reward is the episode's. Replace this environment with yours, of one turn or of
+several; `preload: [verifiers, datasets]` saves each episode the imports.
 """
 
 import asyncio
@@ -32,4 +32,4 @@ found = asyncio.run(environment.evaluate(policy, "policy", num_examples=1))
 if episode.get("error"):
     sys.exit(f"{episode['error']}")  # never scored: the group is issued again
 right = float(episode["reward"])
-print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+print(json.dumps({"rewards": {"correct": right}, "correct": right}))

@@ -165,11 +165,11 @@ def play(work: dict, command: list[str], grace_s: float) -> None:
         post(*to, result)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
-        print(f"not taken: {said}", flush=True)
+        print(f"result refused: {said}", flush=True)
         if error.code == 400:  # what was printed is no result
             post(*to, {"failure": said[:300]})
     except AWAY as error:
-        print(f"not told: {error}", flush=True)
+        print(f"result not sent: {error}", flush=True)
 
 
 def serve(directory: Path, number: int, command: list[str], grace_s: float) -> None:

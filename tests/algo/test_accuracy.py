@@ -280,7 +280,7 @@ def test_every_problem_has_a_greedy_response_and_n_samples() -> None:
     )
     assert (
         [row["response"] for row in rows] == ["g", ""]
-        and rows[0]["verdict"] == 1.0
+        and rows[0]["correct"] == 1.0
         and "17 tokens" in rows[1]["error"]
     )
     assert parts.closed is False, "the verifiers of the task that is trained are not closed here"

@@ -149,7 +149,7 @@ def test_accuracy_needs_every_verdict(verdicts: list[float | None]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"verdicts": [1.0, None]}, "no verdict"),
+        ({"verdicts": [1.0, None]}, "a response is not judged"),
         ({"values": [1.0, math.nan]}, "finite"),
         ({"values": [1.0]}, "1 values"),
         ({"values": [], "verdicts": [], "truncated": []}, "must be equal and not 0"),
@@ -249,9 +249,9 @@ def test_what_a_response_lacks_is_named() -> None:
         ({"correct": 1.0}, None, 2, "stop", "train"), ({"correct": 1.0}, None, 2, "stop", "train")
     )
     for rule, said in (
-        (FilterRule("acc"), "no verdict"),
+        (FilterRule("acc"), "a response is not judged"),
         (FilterRule("style"), "no reward component 'style'.*correct"),
-        (FilterRule(zero_variance=False, accuracy_low=0.0), "no verdict"),
+        (FilterRule(zero_variance=False, accuracy_low=0.0), "a response is not judged"),
     ):
         with pytest.raises(ValueError, match=said):
             rejection(group, rule, Shaping({"correct": 1.0}, 10))

@@ -22,9 +22,9 @@ OF_ROWS = {
     "mismatch_ppl_ratio",
     "rho_seq",
     "ess_seq",
-    "rejected_rows",
-    "row_length",
-    "lag_span",
+    "rejected_sequences",
+    "sequence_length",
+    "staleness_span",
     "ppl_current",
     "ppl_behavior",
     "ppl_ratio",
@@ -135,7 +135,7 @@ def by_hand(
         "importance_zero": sum(weights[i, t] == 0 for i, t in at) / n,
         "applied_weight": sum(weights[i, t] * kept[i, t] for i, t in at) / n,
         "rejected": sum(kept[i, t] == 0 for i, t in at) / n,
-        "rejected_rows": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items())
+        "rejected_sequences": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items())
         / len(rows),
         "mismatch_chi2_seq": sum(math.exp(2 * mis) for mis, _ in seq.values()) / len(seq) - 1,
         "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items())
@@ -144,10 +144,10 @@ def by_hand(
         "rho_seq": sum(math.exp(r) for _, r in seq.values()) / len(seq),
         "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2
         / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),
-        "lag_mean": sum(lags.values()) / n,
-        "lag_max": max(lags.values()),
-        "row_length": n / len(rows),
-        "lag_span": sum(
+        "staleness_mean": sum(lags.values()) / n,
+        "staleness_max": max(lags.values()),
+        "sequence_length": n / len(rows),
+        "staleness_span": sum(
             max(lags[i, t] for t in row) - min(lags[i, t] for t in row) for i, row in rows.items()
         )
         / len(rows),
@@ -207,23 +207,27 @@ def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(
     )
     for name, value in by_token.items():
         if name not in OF_ROWS:
-            assert means[f"train/lag_3-4/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+            assert means[f"train/staleness_3-4/{name}"] == pytest.approx(
+                value, rel=1e-6, abs=1e-9
+            ), name
         elif by_row:
-            assert means[f"train/lag_3-4/{name}"] == pytest.approx(
+            assert means[f"train/staleness_3-4/{name}"] == pytest.approx(
                 by_row[name], rel=1e-6, abs=1e-9
             ), name
         else:
-            assert f"train/lag_3-4/{name}" not in means
-    assert means["train/lag_3-4/token_share"] == pytest.approx(float(bucket.sum() / keep.sum()))
+            assert f"train/staleness_3-4/{name}" not in means
+    assert means["train/staleness_3-4/token_share"] == pytest.approx(
+        float(bucket.sum() / keep.sum())
+    )
     assert means["train/pg_clipfrac"] == pytest.approx(
         means["train/pg_clipfrac_low"] + means["train/pg_clipfrac_high"]
     )
     seen = {
         name.split("/")[1]
         for name in means
-        if name.startswith("train/lag_") and name.count("/") == 2
+        if name.startswith("train/staleness_") and name.count("/") == 2
     }
-    assert seen == {f"lag_{lag_bucket(int(k))}" for k in case["staleness"][keep]}
+    assert seen == {f"staleness_{lag_bucket(int(k))}" for k in case["staleness"][keep]}
 
 
 def test_a_response_is_counted_in_the_bucket_of_its_oldest_token() -> None:
@@ -235,10 +239,10 @@ def test_a_response_is_counted_in_the_bucket_of_its_oldest_token() -> None:
     add_metrics(sums, case, slice(0, 2), Clip(0.2, 0.2))
     means = sums.means()
     rho = (case["logprobs"] - case["behavior_logprobs"]).detach().sum(-1).exp()
-    assert means["train/lag_2/rho_seq"] == pytest.approx(float(rho[0])) and means[
-        "train/lag_0/rho_seq"
+    assert means["train/staleness_2/rho_seq"] == pytest.approx(float(rho[0])) and means[
+        "train/staleness_0/rho_seq"
     ] == pytest.approx(float(rho[1]))
-    assert "train/lag_1/rho_seq" not in means and means["train/lag_1/rho"] > 0
+    assert "train/staleness_1/rho_seq" not in means and means["train/staleness_1/rho"] > 0
 
 
 @given(st.integers(0, 2**20))
@@ -249,7 +253,7 @@ def test_a_token_is_counted_in_the_bucket_of_its_lag(lag: int) -> None:
     add_metrics(sums, case, slice(0, 1), CLIP)
     label = lag_bucket(lag) if lag <= 2**17 else f"{2**17 + 1}+"
     shares = {name: value for name, value in sums.means().items() if name.endswith("/token_share")}
-    assert shares == {f"train/lag_{label}/token_share": 1}
+    assert shares == {f"train/staleness_{label}/token_share": 1}
 
 
 def test_rows_may_have_any_numbers_and_any_order() -> None:

@@ -97,8 +97,8 @@ def test_the_clock_starts_with_the_first_step_and_goes_on_through_evaluations() 
                 "time": 100.0 + 2 * step,
                 "time/step": 1.5,
                 "rollout/response_tokens": 50.0,
-                "train/lag_mean": 1.0,
-                "time/learner/starved": 0.5 * step,
+                "train/staleness_mean": 1.0,
+                "time/learner/idle": 0.5 * step,
             }
         )
     lines.append({"step": 20, "time": 143.0, "eval/accuracy_greedy": 0.8})

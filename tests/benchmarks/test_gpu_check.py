@@ -23,7 +23,7 @@ from benchmarks.gpu_check.__main__ import STAGES, Check, CheckFailed, Result, Ru
 from benchmarks.gpu_check.machine import Gpu, Memory, number, until_free, visible
 
 PRINTED = (
-    "weights arrive: after a test publication the engines' log-probs differ from the learner's by "
+    "weights arrive: after a test weight sync the engines' log-probs differ from the learner's by "
     "at most 1.1e-02 (the test moved them by 0.16)\nresumed the journal at step 7\n"
 )
 LINE = {

@@ -38,7 +38,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 
 
 def transfer(ranks: int, workers: int) -> dict[str, Any]:
-    """Two publications of a small model."""
+    """Two weight syncs of a small model."""
     options = argparse.Namespace(
         ranks=ranks, workers=workers, gigabytes=0.0005, publications=2, device="cpu"
     )

@@ -103,8 +103,8 @@ def step(number: int, at: float) -> dict[str, float]:
         "rollout/response_tokens": 100.0 * number,
         "rollout/response_length": 50.0,
         "rollout/response_length_max": 60.0 + number,
-        "train/lag_mean": 1.0,
-        "time/learner/starved": 0.3 * number,
+        "train/staleness_mean": 1.0,
+        "time/learner/idle": 0.3 * number,
         "time/engine/blocked": 0.4 * number,
     }
 
@@ -119,7 +119,7 @@ def test_a_run_is_summed_up_between_two_steps() -> None:
     )
     assert found["longest"] == 64.0 and found["train_s"] == 1.0
     assert found["shares"] == pytest.approx(
-        {"train": 0.5, "wait": 0.25, "learner/starved": 0.15, "engine/blocked": 0.2}
+        {"train": 0.5, "wait": 0.25, "learner/idle": 0.15, "engine/blocked": 0.2}
     )
 
 

@@ -111,7 +111,7 @@ def our_lines() -> list[dict[str, Any]]:
                 "rollout/response_tokens": 80.0,
                 "rollout/response_length": 5.0,
                 "rollout/response_length_max": 6.0,
-                "train/lag_mean": 1.0,
+                "train/staleness_mean": 1.0,
                 "train/padding": 0.0,
             }
         )

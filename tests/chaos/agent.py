@@ -28,4 +28,4 @@ for _ in range(3):
     time.sleep(random.random())
     messages += [message, {"role": "user", "content": "1+1="}]
 right = float(zlib.crc32(said.encode()) & 1)
-print(json.dumps({"rewards": {"correct": right}, "verdict": right}))
+print(json.dumps({"rewards": {"correct": right}, "correct": right}))

@@ -67,8 +67,8 @@ class ChaoticEpisode:
         self._said += action.text
         right = float(zlib.crc32(self._said.encode()) & 1)
         if self._turns == 3 or zlib.crc32(self._said.encode()) & 2:
-            return Observation(rewards={"correct": right}, verdict=right, done=True)
-        return Observation("1+1=", verdict=right)
+            return Observation(rewards={"correct": right}, correct=right, done=True)
+        return Observation("1+1=", correct=right)
 
     def close(self) -> None:
         self._note("c")

@@ -255,7 +255,7 @@ def test_a_death_is_told_without_advice_about_ray() -> None:
     )
     assert re.fullmatch(
         r"RayActorError: The actor is dead because its worker process has died, killed from "
-        r"outside or by a crash; `dmesg` tells whether memory was short",
+        r"outside or by a crash; `dmesg` shows whether memory was short",
         told(ERRORS["died"]()),
     )
     unborn = f"{WORDS}\nThe actor never ran - it was cancelled before it started running."

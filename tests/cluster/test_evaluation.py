@@ -178,7 +178,7 @@ async def test_a_single_engine_keeps_its_version_and_the_publication_waits() -> 
     [(step, result)] = run.results
     assert step == 0 and 0.04 < result["eval/learner_waited_s"] <= result["eval/seconds"]
     assert run.members[0].told == [], "it never stopped taking tickets"
-    assert "while publications waited" in run.notes[0] and run.events[-1] == "live 1"
+    assert "while weight sync waited" in run.notes[0] and run.events[-1] == "live 1"
 
 
 async def test_one_that_is_due_too_early_is_left_out_and_counted() -> None:
@@ -216,7 +216,7 @@ async def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_we
     assert list(run.dropped) == ["a1"] and [step for step, _ in run.results] == [1]
     assert (
         run.notes[0]
-        == "the evaluation of step 0 begins again with the weights of now: its engine died"
+        == "the evaluation of step 0 starts again with the current weights: its engine died"
     )
     assert not run.failures and run.coordinator.serving() == [one]
     await publish(run, 2)
@@ -259,7 +259,7 @@ async def test_one_that_takes_too_long_is_given_up_and_training_goes_on(
     await run.begin()
     await run.evaluations.finish()
     assert run.notes == [
-        "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is given up"
+        "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is cancelled"
     ]
     assert not run.results and not run.failures and len(cancelled) == 1, (
         "the engine is told to stop answering"
@@ -299,7 +299,7 @@ async def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> No
     assert [step for step, _ in run.results] == [0] and {
         label for _, label in other.asked + one.asked
     } == {"v0.1", "v1.0"}
-    assert "the learner went back before step 1" in run.notes[0]
+    assert "the learner was rolled back before step 1" in run.notes[0]
 
 
 async def test_an_engine_that_comes_back_to_a_dead_learner_waits_for_it_and_says_so() -> None:

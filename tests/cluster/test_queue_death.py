@@ -128,7 +128,7 @@ def test_the_ledger_went_on_where_it_was(story):
     counts = story["counts"]
     assert counts["restarts"] == KILLS and counts["trained"] + counts["training"] == STEPS * R
     assert counts["failed"] == counts["invalid"] == counts["unreadable"] == 0
-    assert story["metrics"]["replay/lag_max"] <= K
+    assert story["metrics"]["replay/staleness_max"] <= K
     assert "the replay queue's process died" in story["log"], "the run says so"
 
 

@@ -65,7 +65,7 @@ def test_a_place_without_resources_is_not_a_second_fault() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "said"),
-    [(["actor-1.0", "actor-2.3"], "actor-1.0, actor-2.3"), ([], "a place for one")],
+    [(["actor-1.0", "actor-2.3"], "actor-1.0, actor-2.3"), ([], "a free engine slot")],
 )
 def test_a_node_is_one_fault_whatever_was_on_it(lost: list[str], said: str) -> None:
     budget = budget_of(1)
@@ -88,4 +88,4 @@ def test_a_run_with_fewer_than_the_least_number_ends_in_a_sentence() -> None:
     budget.died("a died", deaths=1)
     budget.node_left("n", [])
     late = budget.too_few(0, "the cluster has no room for another", cluster="no node")
-    assert "; node n left the cluster, and with it a place for one; 2 faults count" in str(late)
+    assert "; node n left the cluster, and with it a free engine slot; 2 faults count" in str(late)

@@ -119,7 +119,7 @@ algorithm.dual_clip_loss=true
 algorithm.policy_loss=gspo SEQ
     gspo | clip_ratio_low | clip_ratio_high | 3e-4 and 4e-4
 algorithm.policy_loss=cispo
-    cispo | 1.0 (open at lag 0) and 4.0
+    cispo | 1.0 (open at staleness 0) and 4.0
 algorithm.policy_loss=gmpo SEQ algorithm.clip_ratio_low=0.4
     gmpo | 0.4 and 0.4
 GSPO algorithm.loss_agg_mode=token-mean

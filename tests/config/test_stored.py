@@ -97,6 +97,14 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weight_sync": {"backend": "auto", "senders": "one"}, "cluster": {"device": "cpu"}},
         {"weight_sync": {"backend": "auto"}, "cluster": {"device": "cpu"}},
     ),
+    "a metric": (
+        {"run": {"callbacks": {"early_stopping": {"metric": "train/lag_max", "patience": 2}}}},
+        {
+            "run": {
+                "callbacks": {"early_stopping": {"metric": "train/staleness_max", "patience": 2}}
+            }
+        },
+    ),
     "a rejection": (
         {"algorithm": {"rejection": {"level": "token", "upper": 3.0}}},
         {
@@ -141,6 +149,8 @@ algorithm.clip_schedule.kind=harmonic
     `algorithm.clip_schedule: {name: harmonic, rate: 0.5}`
 'algorithm.options={mine: {x: 1}}'
     `{name: mine, x: 1}` where mine is chosen
+run.callbacks.early_stopping.metric=train/lag_max
+    Write `metric: train/staleness_max`
 weight_sync.senders=one
     `weight_sync.backend: {name: nccl, senders: one}`
 """
@@ -154,7 +164,7 @@ def test_a_key_of_before_is_answered_with_what_to_write(
         load_config(tmp_path / "c.yaml", [*BASE, *overrides])
     message = str(caught.value)
     assert f'override "{overrides[0]}"' in message and f"{told[0]}. (`async-grpo" in message
-    assert "is not a setting any more" in message and len(message.splitlines()) == 2
+    assert "is of an earlier version" in message and len(message.splitlines()) == 2
 
 
 def test_a_file_of_before_is_answered_with_its_line_and_a_stored_one_is_read(
@@ -163,7 +173,7 @@ def test_a_file_of_before_is_answered_with_its_line_and_a_stored_one_is_read(
     old = "run: {total_steps: 3}\nmodel: {path: m}\nalgorithm:\n  policy_loss: sapo\n  sapo:\n"
     old += "    tau_pos: 2.0\n"
     (tmp_path / "config.yaml").write_text(old)
-    with pytest.raises(ConfigError, match=r"config\.yaml, line 5: `algorithm\.sapo` is not"):
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 5: `algorithm\.sapo` is of"):
         load_config(tmp_path / "config.yaml")
     (tmp_path / "status.json").write_text("{}")  # a start of a run was here
     loss = load_config(tmp_path / "config.yaml").algorithm.policy_loss
@@ -211,7 +221,7 @@ def test_keys_of_both_forms_at_once_are_answered(tmp_path: Path) -> None:
         "run: {total_steps: 3}\nmodel: {path: m}\n"
         "algorithm:\n  policy_loss: {name: sapo, tau_pos: 1.0}\n  sapo: {tau_pos: 2.0}\n"
     )
-    with pytest.raises(ConfigError, match=r"`algorithm\.sapo` is not a setting any more"):
+    with pytest.raises(ConfigError, match=r"`algorithm\.sapo` is of an earlier version"):
         load_config(tmp_path / "config.yaml")
 
 

@@ -65,7 +65,7 @@ def test_every_adventure_can_be_won(size: int) -> None:
         assert say(game, "take", task.weights).invalid and "You have the key." in game._look()
         walk(game, game._chest)
         end = say(game, "open", task.weights)
-        assert (end.done, end.verdict, end.rewards) == (True, 1.0, {"chest": 1.0})
+        assert (end.done, end.correct, end.rewards) == (True, 1.0, {"chest": 1.0})
 
 
 def test_an_adventure_is_its_problems_and_nobody_elses() -> None:
@@ -93,9 +93,9 @@ def test_a_game_of_gymnasium_is_played_in_text() -> None:
         game, first = begin(gymnasium(arguments={"texts": True}))
         at = int(str(first.content).split()[1])
         for place in range(at + 1, 3):
-            assert say(game, " on\n") == Observation(f"at {place}", {"reward": 0.0}, verdict=0.0)
+            assert say(game, " on\n") == Observation(f"at {place}", {"reward": 0.0}, correct=0.0)
         end = say(game, "on")
-        assert (end.done, end.rewards, end.verdict) == (True, {"reward": 1.0}, 1.0)
+        assert (end.done, end.rewards, end.correct) == (True, {"reward": 1.0}, 1.0)
         game.close()
         assert game._game.closed
 
@@ -109,7 +109,7 @@ def test_numbers_are_actions_of_games_that_want_numbers() -> None:
             assert answer.invalid and "a number from 0 to 1" in str(answer.content)
         while not (answer := say(game, "1")).done:
             assert str(answer.content).endswith("[@]")
-        assert answer.verdict == 1.0
+        assert answer.correct == 1.0
 
 
 def test_games_are_seeds_and_held_out_ones_are_others() -> None:
@@ -129,9 +129,9 @@ def test_a_game_of_textarena_gives_its_reward_at_the_end() -> None:
         assert first.content == "guess"
         number = game._game.number
         wrong = say(game, str((number + 1) % 10))
-        assert wrong == Observation("no", verdict=0.0)
+        assert wrong == Observation("no", correct=0.0)
         end = say(game, str(number))
-        assert (end.done, end.rewards, end.verdict) == (True, {"reward": 1.0}, 1.0)
+        assert (end.done, end.rewards, end.correct) == (True, {"reward": 1.0}, 1.0)
         game.close()
 
 
@@ -172,7 +172,7 @@ def test_an_environment_of_skyrl_gets_its_row(tmp_path: Path) -> None:
         assert first.content == [{"role": "user", "content": "well?"}]
         assert say(game, "no").content == [{"role": "user", "content": "again"}]
         end = say(game, "yes")
-        assert (end.done, end.rewards, end.verdict) == (True, {"reward": 1.0}, 1.0)
+        assert (end.done, end.rewards, end.correct) == (True, {"reward": 1.0}, 1.0)
         game.close()
         with pytest.raises(ValueError, match="echo changes the prompt"):
             begin(task, 1)

@@ -40,7 +40,7 @@ def tell_all(stream: MetricStream, steps: int = 3) -> None:
     stream.on_start(TRAINER)
     for step in range(1, steps + 1):
         stream.on_step(TRAINER, {"training_iteration": step, "loss": 0.5, "bad": float("nan")})
-    stream.on_publication(TRAINER, 3, 0.1)
+    stream.on_weight_sync(TRAINER, 3, 0.1)
     stream.on_evaluation(TRAINER, 3, {"eval/accuracy_greedy": 1.0})
     stream.on_checkpoint(TRAINER, 3, Path("/c"))
     stream.on_fault(TRAINER, "an actor died")
@@ -49,7 +49,7 @@ def tell_all(stream: MetricStream, steps: int = 3) -> None:
 
 def check(text: str, steps: int = 3) -> None:
     lines = [json.loads(line) for line in text.splitlines()]
-    events = ["start", *["step"] * steps, "publication", "evaluation", "checkpoint", "fault", "end"]
+    events = ["start", *["step"] * steps, "weight_sync", "evaluation", "checkpoint", "fault", "end"]
     assert [line["event"] for line in lines] == events
     assert [line["step"] for line in lines[1 : steps + 1]] == list(range(1, steps + 1))
     assert lines[1]["bad"] is None and lines[1]["loss"] == 0.5 and lines[0]["total_steps"] == 3

@@ -43,7 +43,7 @@ def test_a_chain_is_followed_by_its_own_solution() -> None:
         for number, said in enumerate(problem.solution[::2]):
             seen = environment.step(Action(said))
             last = number == int(steps)
-            assert seen.done is last and seen.verdict == float(last) and not seen.invalid
+            assert seen.done is last and seen.correct == float(last) and not seen.invalid
             if not last:
                 assert seen.content == problem.solution[2 * number + 1] and not seen.rewards
         assert seen.rewards == {"correct": 1.0}
@@ -54,9 +54,9 @@ def test_wrong_answers_and_nonsense() -> None:
     environment = chain().environment()
     environment.reset({"table": [(n + 1) % 10 for n in range(10)], "answer": 4}, 0)
     assert environment.step(Action("a3")) == Observation(
-        rewards={"correct": 0.0}, done=True, verdict=0.0
+        rewards={"correct": 0.0}, done=True, correct=0.0
     )
-    assert environment.step(Action("a4")).verdict == 1.0
+    assert environment.step(Action("a4")).correct == 1.0
     assert environment.step(Action("g9")).content == "0>"
     for said in ("", "g", "a", "g12", "x3", "gx", " g3", "g²", "g3 "):
         seen = environment.step(Action(said))

@@ -55,7 +55,7 @@ async def test_an_episode_goes_through_reset_steps_and_close(tmp_path: Path) -> 
         assert (await other.step(told("say b"))).content == "b 1", "an instance per episode"
         assert await episode.step(told("say c")) == Observation("c 2", {"value": 0.5})
         last = await episode.step(told("end 0.25"))
-        assert (last.rewards, last.done, last.verdict) == ({"value": 0.25}, True, 1.0)
+        assert (last.rewards, last.done, last.correct) == ({"value": 0.25}, True, 1.0)
         await episode.close()
         await episode.close()
         assert pool.open_episodes == 1

@@ -61,7 +61,7 @@ def test_a_component_of_an_episode_has_a_value() -> None:
 
     environment = with_tools(Silent(None, 0), ["calculator"]).environment()
     environment.reset("two", 0)
-    with pytest.raises(TypeError, match=r"leaves out \['right'\].* is 0 here"):
+    with pytest.raises(TypeError, match=r"leaves out \['right'\].* return 0 for a component"):
         environment.step(Action("two", [1], "stop"))
 
 
@@ -123,7 +123,7 @@ def test_calls_are_answered_and_the_turn_without_one_is_scored() -> None:
     )
     assert first == Observation(
         [{"role": "tool", "name": "search", "content": "two", "tool_call_id": "id-search"}],
-        verdict=0.0,
+        correct=0.0,
         metrics={"tool_calls": 1.0, "tool_errors": 0.0},
     )
     assert isinstance(both, Observation) and both.invalid
@@ -132,7 +132,7 @@ def test_calls_are_answered_and_the_turn_without_one_is_scored() -> None:
         "Error: query: Missing required argument",
     ]
     assert both.metrics == {"tool_calls": 2.0, "tool_errors": 1.0}
-    assert last == Observation(rewards={"right": 1.0}, verdict=1.0, done=True)
+    assert last == Observation(rewards={"right": 1.0}, correct=1.0, done=True)
 
 
 def test_an_asynchronous_tool_gives_way() -> None:
@@ -181,7 +181,7 @@ def test_an_environment_has_functions_called_for_it_and_answers_its_own_tools() 
     )
     assert isinstance(looked, Observation) and looked.content[0]["content"] == "two"  # type: ignore[index]
     assert said == Observation("call a tool", invalid=True)
-    assert answered == Observation(rewards={"right": 1.0}, verdict=1.0, done=True)
+    assert answered == Observation(rewards={"right": 1.0}, correct=1.0, done=True)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.support.worker_doubles import ActorDouble
 WORKER, CONTAINER = (ROOT / "examples" / "workers" / name for name in ("worker.py", "container.sh"))
 BEGUN = 'sleep 600 & echo $$ $! >"$DOUBLES/pids.new"; mv "$DOUBLES/pids.new" "$DOUBLES/pids"; wait'
 """A shell command with a child; both say who they are."""
-RESULT = '{"rewards": {"correct": 1.0}, "verdict": 1, "answer": "a\u2028b\u0085c"}'
+RESULT = '{"rewards": {"correct": 1.0}, "correct": 1, "answer": "a\u2028b\u0085c"}'
 CALL = (
     r"run --init --rm --interactive --name (episode-[\w.-]+) --network host "
     "--env OPENAI_BASE_URL --env OPENAI_API_KEY "

@@ -432,7 +432,7 @@ def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze": ["embed_tokens", "no_such"]}, "'no_such', which is found in no parameter name"),
+        ({"freeze": ["embed_tokens", "no_such"]}, "'no_such', which matches no parameter name"),
         ({"freeze": ["."]}, "leaves nothing to train"),
         ({"freeze": ["lm_head"]}, "a tied head follows the embedding"),
         (

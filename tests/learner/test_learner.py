@@ -237,7 +237,7 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         for span in row.versions
         for _ in range(span.start, span.end)
     ]
-    assert means["train/lag_mean"] == pytest.approx(np.mean(lags))
+    assert means["train/staleness_mean"] == pytest.approx(np.mean(lags))
     assert means["train/lr"] == 3e-3
     assert 0 < means["train/padding"] < 0.5
     assert {
@@ -245,7 +245,7 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         "train/grad_norm",
         "train/entropy",
         "train/kl",
-        "train/lag_1/ratio",
+        "train/staleness_1/ratio",
         "time/learner_update",
     } <= means.keys()
 
@@ -289,7 +289,7 @@ def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str
         for version in (0, 3):  # lags 2 and -1 at step 3 with max_staleness 1
             span = case.groups[11].rows[0].versions[-1]
             case.groups[11].rows[0].versions[-1] = type(span)(version, span.start, span.end)
-            with pytest.raises(StalenessError, match="group 11 row 0"):
+            with pytest.raises(StalenessError, match="group 11 sequence 0"):
                 learner.prepare(case.plan([split(range(12), 1)]))
 
 

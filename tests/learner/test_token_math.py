@@ -202,7 +202,7 @@ def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> N
     assert got[0] == other[0] and torch.equal(got[1], other[1])
     means = metrics.means()
     tokens = sum(len(row.lag) for row in rows.values())
-    assert means["train/lag_max"] == 1
+    assert means["train/staleness_max"] == 1
     assert (
         means["train/stale_share"]
         == sum(int((row.lag > 1).sum()) for row in rows.values()) / tokens

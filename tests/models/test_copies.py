@@ -94,8 +94,9 @@ def test_a_tower_that_no_text_goes_through_keeps_few_layers(tmp_path: Path) -> N
     [
         (
             "bert",
-            r"bert cannot be trained: rows that are computed together do not get the log-probs of "
-            r"the model's own forward pass \(packed: \S+ nats from it; padded: \S+ nats from it\)\."
+            r"bert cannot be trained: sequences that are computed together do not get the log-"
+            r"probs of the model's own forward pass "
+            r"\(packed: \S+ nats from it; padded: \S+ nats from it\)\."
             r" Train another model$",
         ),
         ("blip", "blip cannot be trained: transformers names no embedding, or no head, of its"),

@@ -52,5 +52,5 @@ def test_a_dry_run_estimates_a_family_and_refuses_what_a_run_refuses(
     text = said.getvalue()
     for part in ("# resolved configuration", "parameters", "KV cache"):
         assert part in text, text
-    rows = "goes through its own forward pass in padded rows" in " ".join(text.split())
+    rows = "is computed by its own forward pass in padded sequences" in " ".join(text.split())
     assert bool(why) or rows == (FAMILIES[name].rows == "rows")

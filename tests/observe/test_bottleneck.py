@@ -39,7 +39,7 @@ CASES = {
     "learner": replace(BASE, learner_s=8.0),
     "engines": replace(BASE, learner_s=0.5, actors=2),
     "verifier": replace(BASE, learner_s=0.5, verify_s=0.8, max_staleness=6),
-    "publications": replace(BASE, publish_s=1.5),
+    "weight_sync": replace(BASE, publish_s=1.5),
     "tail": replace(BASE, spread=1.0, longest=8.0, places=32, max_staleness=1),
     "slots": replace(BASE, max_staleness=0),
     "slots, as set": replace(BASE, outstanding=9),
@@ -105,7 +105,8 @@ def test_a_larger_bound_is_no_advice_while_fewer_groups_are_outstanding_than_it_
     verdict = observed(told)[-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {})
     assert verdict.text == (
-        "learner idle 50%: 5 of 8 groups may be outstanding, more as long as that goes on"
+        "learner idle 50%: 5 of 8 groups may be outstanding; the limit grows while the learner "
+        "stays idle"
     )
     full = observed([line | {"replay/limit": 8.0} for line in told])[-1]
     assert full.kind == "slots" and "replay.max_staleness" in full.advice
@@ -134,7 +135,7 @@ def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[
     """
     out = []
     for step in range(steps):
-        shares = {"working": 1 - starved, "starved": starved, "publishing": 0.0}
+        shares = {"working": 1 - starved, "idle": starved, "weight_sync": 0.0}
         out.append(
             {f"time/learner/{cause}": step * share for cause, share in shares.items()}
             | {
@@ -188,7 +189,7 @@ def test_engines_that_stand_still_for_weights_need_fewer_publications() -> None:
     for step, line in enumerate(told):
         line["time/engine/working"], line["time/engine/paused"] = step * 0.7, step * 0.3
     verdict = observed(told)[-1]
-    assert verdict.kind == "publications" and "stand still for weights 30%" in verdict.text
+    assert verdict.kind == "weight_sync" and "paused for weight sync 30%" in verdict.text
     assert verdict.advice == {"weight_sync.every_steps": 4, "replay.max_staleness": 4}
     assert verdict.predicted_gain == pytest.approx(4 / (0.7 + 0.3 / 4) - 4)
 

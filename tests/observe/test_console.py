@@ -36,8 +36,8 @@ class Clock:
 METRICS = {
     "rollout/score": 0.5,
     "rollout/accuracy": 0.37,
-    "train/lag_mean": 0.81,
-    "train/lag_max": 1.0,
+    "train/staleness_mean": 0.81,
+    "train/staleness_max": 1.0,
     "rollout/response_length": 4.21,
     "train/tokens_per_s": 412.4,
     "time/learner_idle": 0.12,
@@ -64,7 +64,8 @@ def test_plain_step_lines_are_rare_and_complete() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "41/100", "81/100", "100/100"]
     assert lines[-1] == (
-        "step 100/100  score 0.50  accuracy 37%  lag 0.81  max 1  length 4.2  412 tok/s  idle 12%"
+        "step 100/100  score 0.50  accuracy 37%  staleness 0.81  max 1  length 4.2  "
+        "412 tok/s  idle 12%"
     )
 
 
@@ -89,8 +90,8 @@ def test_a_verdict_is_a_line_when_it_is_another_one_after_half_a_minute() -> Non
     console = Console(stream, clock=clock)
     for second in range(70):
         clock.now = 100.0 + second
-        console.verdict(kind="learner" if second < 20 else "engines", text=f"at {second}")
-    assert stream.getvalue().splitlines() == [f"verdict: at {second}" for second in (0, 30)]
+        console.bottleneck(kind="learner" if second < 20 else "engines", text=f"at {second}")
+    assert stream.getvalue().splitlines() == [f"bottleneck: at {second}" for second in (0, 30)]
 
 
 def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ console.info("a note with " + "words " * 30)
 console.info("its post-mortem is in /tmp/" + "x" * 100 + "/here, look at it")
 console.summary("finished", [
     ("next", "python -m async_grpo.run /tmp/" + "y" * 90 + "/config.yaml run.total_steps=500"),
-    ("verdict", "learner idle, " + "and engines full " * 12),
+    ("bottleneck", "learner idle, " + "and engines full " * 12),
 ])
 """
 
@@ -201,13 +202,13 @@ console = Console(**seconds)  # on a terminal each step is drawn
 with console.phase("starting engines"):
     time.sleep(0.2)
 metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0,
-    "rollout/score": 0.5, "train/lag_mean": 0.8, "train/lag_max": 1.0, "replay/ready": 7.0,
-    "replay/capacity": 64.0, "replay/live_version": 3.0, "cluster/rollout_actors": 2.0,
-    "train/tokens_per_s": 500.0, "time/learner_idle": 0.2}
-console.verdict(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
+    "rollout/score": 0.5, "train/staleness_mean": 0.8, "train/staleness_max": 1.0,
+    "replay/ready": 7.0, "replay/capacity": 64.0, "replay/live_version": 3.0,
+    "cluster/rollout_actors": 2.0, "train/tokens_per_s": 500.0, "time/learner_idle": 0.2}
+console.bottleneck(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
 for step in range(1, 31):
     console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step,
-        "time/learner/starved": 0.02 * step, "time/learner/working": 0.08 * step})
+        "time/learner/idle": 0.02 * step, "time/learner/working": 0.08 * step})
     if step == 10:
         console.info("a rollout actor \x1b[31mdied\x07")
     if step == 15 and len(sys.argv) > 2:
@@ -340,10 +341,10 @@ def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
             for word in (
                 "reward",
                 "tokens/s",
-                "lag mean 0.80",
+                "staleness mean 0.80",
                 "actors up 2",
                 "version 3",
-                "verdict",
+                "bottleneck",
                 "learner idle 41 %",
             )
         )

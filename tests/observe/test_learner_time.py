@@ -87,8 +87,8 @@ class Run:
         for _ in range(self._updates):
             self.takes(1.0)
         step = self.loop.steps_done + 1
-        sums = {"train/lag_mean": [step % 4 + 1.0, 2.0]}
-        return [{"sums": sums, "highs": {"train/lag_max": float(step % 4)}, "lows": {}}]
+        sums = {"train/staleness_mean": [step % 4 + 1.0, 2.0]}
+        return [{"sums": sums, "highs": {"train/staleness_max": float(step % 4)}, "lows": {}}]
 
     async def publish(self, version: int) -> float:
         self.takes(0.5)
@@ -132,7 +132,7 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     rows = run.rows
     wall = rows[-1]["time"] - 1000.0
     tokens = sum(row["rollout/response_tokens"] for row in rows)
-    starved = rows[-1]["time/learner/starved"]
+    starved = rows[-1]["time/learner/idle"]
     assert 0.2 < starved / wall < 0.8 and tokens > 100
 
     # the logged metrics: weighted by the time of their lines, they are those of the run
@@ -150,7 +150,7 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     shares = [int(part.split("%")[0]) for part in told["learner time"].split(", ")]
     assert 100 - len(shares) <= sum(shares) <= 100 + len(shares), "all of the time is named"
     assert told["learner steps"].startswith(f"{STEPS} in {duration(wall)} ({wall / STEPS:.2f} s")
-    lag = sum(row["train/lag_mean"] for row in rows) / STEPS
+    lag = sum(row["train/staleness_mean"] for row in rows) / STEPS
     assert told["staleness"].startswith(f"mean {lag:.2f}, largest 3 learner steps")
 
     # the report: its tiles and its picture
@@ -160,9 +160,11 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     assert shown["tokens/s trained"] == f"{tokens / wall:,.0f}"
     assert shown["learner idle"] == f"{starved / wall:.0%}"
     assert shown["learner's time, pauses apart"] == duration(wall)
-    assert shown["lag, mean"] == f"{lag:.2f}" and shown["lag, largest (bound None)"] == "3"
+    assert (
+        shown["staleness, mean"] == f"{lag:.2f}" and shown["staleness, largest (bound None)"] == "3"
+    )
     causes = dict(times_by_cause(data))["learner time"]
-    assert causes["starved"] / sum(causes.values()) == pytest.approx(starved / wall)
+    assert causes["idle"] / sum(causes.values()) == pytest.approx(starved / wall)
     assert causes["evaluating"] == pytest.approx(1.5)
 
     # the panel, whose window holds the whole run
@@ -180,7 +182,7 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
         ThroughputSettings.configured(config(), max_num_seqs=256), min_steps=STEPS - 1, min_s=0.0
     )
     told = [watch.observe(row | {"rollout/tokens_per_s_per_response": 1.0}) for row in rows]
-    idle = (starved - rows[0]["time/learner/starved"]) / (rows[-1]["time"] - rows[0]["time"])
+    idle = (starved - rows[0]["time/learner/idle"]) / (rows[-1]["time"] - rows[0]["time"])
     assert told[-1] is not None and f"learner idle {idle:.0%}" in told[-1].text
 
 
@@ -189,7 +191,8 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
 ) -> None:
     before = {"step": 0, "time": 999.0, "eval/accuracy_greedy": 0.25, "eval/problems": 8.0}
     again = [
-        row | {"step": row["step"] + STEPS, "time": row["time"] + 5000.0, "train/lag_max": 2.0}
+        row
+        | {"step": row["step"] + STEPS, "time": row["time"] + 5000.0, "train/staleness_max": 2.0}
         for row in run.rows[:-2]
     ]
     rows = [before, *run.rows, *again]
@@ -202,7 +205,7 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
     wall = run.rows[-1]["time"] - 1000.0
     assert shown["learner's time, pauses apart"] == duration(wall + now.total)
     assert shown["tokens/s trained since the last start"] == f"{now.tokens_per_s:,.0f}"
-    assert shown["lag, largest (bound None)"] == "3", "of the whole run"
+    assert shown["staleness, largest (bound None)"] == "3", "of the whole run"
 
     assert first_evaluation(tmp_path) == (0, before)
     evaluations = [(0, before), (2 * STEPS, before | {"eval/accuracy_greedy": 0.5})]
@@ -216,7 +219,7 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
             "learner steps",
             "tokens trained",
             "staleness",
-            "publications",
+            "weight syncs",
             "learner time",
         )
     }

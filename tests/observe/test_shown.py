@@ -39,6 +39,8 @@ def test_metrics_of_ones_own_pass() -> None:
 
 
 def test_the_lags_of_a_large_bound_are_few_charts() -> None:
-    ends = ("score", "token_share", "pg_clipfrac", "ess", "rho", "entropy", "row_length")
-    sent = [shown(f"train/lag_{lag}/{end}", 1.0) for lag in ("0", "3-4", "9-16") for end in ends]
+    ends = ("score", "token_share", "pg_clipfrac", "ess", "rho", "entropy", "sequence_length")
+    sent = [
+        shown(f"train/staleness_{lag}/{end}", 1.0) for lag in ("0", "3-4", "9-16") for end in ends
+    ]
     assert sum(name is not None for name in sent) == 3 * 4

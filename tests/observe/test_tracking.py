@@ -355,7 +355,7 @@ def test_a_server_that_goes_away_gets_everything_when_it_is_back(
         _rows(tmp_path)[-1]["tracking/unsent"] >= 200
         and _rows(tmp_path)[-1]["tracking/errors"] >= 2
     )
-    assert "calls failed" in tracker.summary and "rows wait" in tracker.summary
+    assert "calls failed" in tracker.summary and "lines wait" in tracker.summary
     server.start()
     server.wait()
     _until(lambda: tracker.unsent == 0, "the server gets what it missed")
@@ -364,7 +364,7 @@ def test_a_server_that_goes_away_gets_everything_when_it_is_back(
     rows = [(row["step"], row["score"], round(row["time"] * 1000)) for row in _rows(tmp_path)]
     assert _history(server.uri, tracker.run_id) == rows and len(rows) == 202
     assert len(notes) == 2 and notes[0].endswith(
-        "training goes on, metrics are kept in metrics.jsonl and sent later"
+        "training continues, metrics are kept in metrics.jsonl and sent later"
     )
     assert len(notes[0]) < 150 and notes[1].startswith("MLflow answers again")
 
@@ -400,14 +400,14 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         assert "it lacks 2 rows of metrics.jsonl, status or tags, samples (" in notes[-1]
         assert notes[-1].endswith(f"async-grpo report --sync {tmp_path}")
         assert verbs.report(["--sync", str(tmp_path)]) == 2
-        assert "2 rows are left" in capsys.readouterr().err
+        assert "2 lines are left" in capsys.readouterr().err
     finally:
         server.answer_again()
         patience(60)
     before = (tmp_path / STATE).read_text()
     assert verbs.report(["--sync", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "2 rows sent",
+        "2 lines sent",
         f"MLflow run {tracker.run_id} at {server.uri} is complete: FAILED",
     ]
     history = _history(server.uri, tracker.run_id)
@@ -444,7 +444,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(
     offline.log(1, {"score": 0.1})
     assert "not reached yet" in offline.summary
     offline.finish("KILLED")
-    assert "training goes on" in notes[0] and "it lacks 1 rows of metrics.jsonl, " in notes[-1]
+    assert "training continues" in notes[0] and "it lacks 1 rows of metrics.jsonl, " in notes[-1]
     patience(60)
     resumed = _tracker(
         tmp_path, uri=server.uri, resumed=True
@@ -473,7 +473,7 @@ def test_a_run_that_began_offline_is_created_by_sync(
     patience(60)
     state = json.loads((tmp_path / STATE).read_text())
     (tmp_path / STATE).write_text(json.dumps([{**entry, "uri": server.uri} for entry in state]))
-    assert [line.split(":")[-1].strip() for line in sync(tmp_path)] == ["1 rows sent", "FINISHED"]
+    assert [line.split(":")[-1].strip() for line in sync(tmp_path)] == ["1 lines sent", "FINISHED"]
     [entry] = json.loads((tmp_path / STATE).read_text())
     from mlflow import MlflowClient
 
@@ -714,7 +714,7 @@ def test_a_port_that_cannot_be_is_one_sentence(offline_ok: bool) -> None:
 def test_a_sqlite_file_needs_its_directory(tmp_path: Path) -> None:
     check_server(_config(uri=f"sqlite:///{tmp_path}/mlflow.db"))
     check_server(_config(uri=str(tmp_path / "mlruns")))
-    with pytest.raises(TrackingError, match="there, which is no directory: make it"):
+    with pytest.raises(TrackingError, match="there, which is no directory: create it"):
         check_server(_config(uri=f"sqlite:///{tmp_path}/there/mlflow.db"))
     assert not (tmp_path / "there").exists()
 

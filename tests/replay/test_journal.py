@@ -682,7 +682,7 @@ async def test_a_full_disk_ends_the_run_and_keeps_what_was_accepted(
     full_disk(queue._journal.nbytes + room)
     with pytest.raises(
         JournalError,
-        match=r"cannot be written.*Free space or mend the disk and start the same command again",
+        match=r"cannot be written.*Free space or repair the disk and start the same command again",
     ) as caught:
         for ticket in tickets:
             frame = frame_of(ticket)

@@ -179,7 +179,7 @@ def test_versions_that_go_backwards_and_half_verdicts_are_no_facts() -> None:
         found[name] = problem_of(meta, ticket, newest_version=2, group_size=2, baseline=False)
     assert found["right"] is found["unjudged"] is None
     assert found["back"] == "a token of an older version than the one before it"
-    assert found["half"] == "a verdict of 0.5, which is neither 0 nor 1"
+    assert found["half"] == "a correctness of 0.5, which is neither 0 nor 1"
 
 
 async def test_a_frame_that_cannot_be_read_leaves_its_ticket_to_be_issued_again() -> None:
@@ -530,7 +530,7 @@ async def test_the_learner_goes_on_without_a_late_group(on_stale: str) -> None:
         # longer count as lag.
         assert (
             metrics["replay/stale_tokens"],
-            metrics["replay/lag_max"],
+            metrics["replay/staleness_max"],
             metrics["replay/expirations"],
         ) == (4.0, 1.0, 0.0)
         return
@@ -659,7 +659,7 @@ async def test_waits_of_producers_and_learner_are_measured() -> None:
     clock.now = 3.0
     assert await take(queue, 1, actor="b") == []
     metrics = await queue.metrics()
-    assert (metrics["replay/blocked_s"], metrics["replay/starved_s"]) == (3.0, 3.0)
+    assert (metrics["replay/blocked_s"], metrics["replay/learner_idle_s"]) == (3.0, 3.0)
     await produce(queue, tickets)
     clock.now = 4.0
     assert await queue.get_batch(1) is not None
@@ -669,7 +669,7 @@ async def test_waits_of_producers_and_learner_are_measured() -> None:
     assert len(await take(queue, 1, actor="b", version=1)) == 1
     clock.now = 20.0
     metrics = await queue.metrics()
-    assert (metrics["replay/blocked_s"], metrics["replay/starved_s"]) == (10.0, 4.0)
+    assert (metrics["replay/blocked_s"], metrics["replay/learner_idle_s"]) == (10.0, 4.0)
 
 
 async def test_the_share_of_slow_groups_among_the_trained_ones() -> None:
@@ -821,7 +821,7 @@ def test_a_lag_above_the_bound_would_show() -> None:
         on_stale: batch_metrics(entries, queue_settings(on_stale=on_stale), step=4, now=0.0)
         for on_stale in ("wait", "mask", "expire")
     }
-    assert [seen[name]["replay/lag_max"] for name in seen] == [3, 0, 3] and [
+    assert [seen[name]["replay/staleness_max"] for name in seen] == [3, 0, 3] and [
         seen[name]["replay/stale_tokens"] for name in seen
     ] == [0, 4, 0]
 

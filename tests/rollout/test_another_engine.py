@@ -102,7 +102,7 @@ class PlainEngine:
 
 
 class Tried:
-    """A model of transformers. deaf: publications do not arrive."""
+    """A model of transformers. deaf: weight syncs do not arrive."""
 
     def __init__(self, directory: str, *, deaf: bool) -> None:
         self._hf, self._deaf = AutoModelForCausalLM.from_pretrained(directory).eval(), deaf

@@ -1,4 +1,4 @@
-"""The load-path check with a real engine and a learner in bfloat16: honest publications pass,
+"""The load-path check with a real engine and a learner in bfloat16: honest weight syncs pass,
 faulty ones do not, also with noise added to what the engine answers; a model that has learned and
 one that is random.
 """

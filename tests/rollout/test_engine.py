@@ -305,7 +305,7 @@ async def test_of_a_torn_load_nothing_remains(run: Run, tear: str) -> None:
     model = await run.publish(1)
     [note] = run.notes
     assert (
-        "publication" in note
+        "weight sync" in note
         and "was cut off and is repeated: a0: " in note
         and ("write" in note if tear == "before" else "meanwhile" in note)
     )
@@ -388,7 +388,7 @@ async def test_the_drift_alarm_finds_weights_that_changed_behind_the_back(
 
 
 async def until_probed(run: Run) -> None:
-    """The probes of the last publication have been answered."""
+    """The probes of the last weight sync have been answered."""
     async with asyncio.timeout(ACKNOWLEDGE_S):
         while run.coordinator._probe._asking:
             await asyncio.sleep(0.01)

@@ -75,12 +75,12 @@ def test_the_bound_is_a_share_of_the_time_between_publications(clock: Clock) -> 
     assert not clears
     assert why == (
         "computing 2,501 tokens again takes 5.0 s, more than 5% of the 100.0 s since the last "
-        "publication"
+        "weight sync"
     )
 
 
 def test_caches_are_computed_again_after_a_while(clock: Clock) -> None:
-    """Where the cost is twice the bound, after as many publications as halve the measurement."""
+    """Where the cost is twice the bound, after as many weight syncs as halve the measurement."""
     choice = measured(clock, tokens=1000, seconds=2.0)
     clock.now = 200.0
     kept = 0

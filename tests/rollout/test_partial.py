@@ -420,7 +420,8 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(
         "what waits to be continued is carried over"
     )
     assert (
-        parts.metrics() == {"cluster/partial_silent": 2.0} and "b did not tell" in said[0] + said[1]
+        parts.metrics() == {"cluster/partial_silent": 2.0}
+        and "b did not report" in said[0] + said[1]
     ), said
 
 
@@ -466,7 +467,7 @@ async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
         ),
         (
             {"replay": {"journal": {"enable": False}}},
-            "only the journal tells which responses were still under way",
+            "only the journal knows which responses were still under way",
         ),
     ],
 )

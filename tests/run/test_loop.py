@@ -135,7 +135,9 @@ def test_masked_truncated_rows_have_no_weight_but_count_in_their_group() -> None
     assert {key: values[key] for key in values if key not in cut} == {
         key: value for key, value in plain.values(batch_of(4), {})[0].items() if key not in cut
     }
-    assert metrics["rollout/masked_rows"] == pytest.approx(2 / 12) == metrics["rollout/truncated"]
+    assert (
+        metrics["rollout/masked_responses"] == pytest.approx(2 / 12) == metrics["rollout/truncated"]
+    )
 
 
 def test_row_metrics() -> None:
@@ -144,7 +146,7 @@ def test_row_metrics() -> None:
     assert metrics["rollout/accuracy"] == pytest.approx(1 / 3)
     assert metrics["rollout/response_tokens"] == sum(meta.length for meta in rows)
     assert metrics["rollout/response_length_max"] == max(meta.length for meta in rows)
-    assert metrics["rollout/mixed_version_rows"] == pytest.approx(1 / 3)
+    assert metrics["rollout/mixed_version_responses"] == pytest.approx(1 / 3)
     assert metrics["rollout/zero_std_groups"] == 0
     assert (metrics["rollout/generate_s"], metrics["rollout/verify_s"]) == (2.0, 0.5)
     assert metrics["rollout/reward/note"] == pytest.approx(7.0)
@@ -210,13 +212,16 @@ class Fakes:
     ) -> list[dict[str, Any]]:
         self.events.append(f"train {len(self.plans[0].updates)}")
         self.factors.append(lr_factor)
-        lags = {"sums": {"train/lag_mean": [3.0, 4.0]}, "lows": {}}
-        other = {"sums": {"train/lag_mean": [1.0, 4.0]}, "lows": {}}
+        lags = {"sums": {"train/staleness_mean": [3.0, 4.0]}, "lows": {}}
+        other = {"sums": {"train/staleness_mean": [1.0, 4.0]}, "lows": {}}
         if not self.lags:
             return [{"sums": {}, "highs": {}, "lows": {}}]
         if self.ess is not None:
             lags["sums"]["train/ess"] = [self.ess, 1.0]
-        return [lags | {"highs": {"train/lag_max": 2.0}}, other | {"highs": {"train/lag_max": 1.0}}]
+        return [
+            lags | {"highs": {"train/staleness_max": 2.0}},
+            other | {"highs": {"train/staleness_max": 1.0}},
+        ]
 
     async def publish(self, version: int) -> float:
         if self.pinned is not None:
@@ -275,11 +280,11 @@ async def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_publis
     metrics = await step
     assert (
         run.events[-1] == "publish 1"
-        and metrics["time/publish"] == 0.5
+        and metrics["time/weight_sync"] == 0.5
         and metrics["time/step"] > 0.5
     )
     assert (
-        metrics["time/learner/evaluating"] >= 0.5 > metrics["time/learner/publishing"]
+        metrics["time/learner/evaluating"] >= 0.5 > metrics["time/learner/weight_sync"]
         and "evaluation" not in run.loop.phase
     )
     await run.loop.publish_newest()
@@ -289,10 +294,12 @@ async def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_publis
 async def test_metrics_of_a_step() -> None:
     run = Fakes(config())
     metrics = await run.loop.step()
-    assert metrics["train/lag_mean"] == pytest.approx(0.5), "sums over ranks, not a mean of means"
-    assert metrics["train/lag_max"] == 2
+    assert metrics["train/staleness_mean"] == pytest.approx(0.5), (
+        "sums over ranks, not a mean of means"
+    )
+    assert metrics["train/staleness_max"] == 2
     assert metrics["replay/ready"] == 3
-    assert metrics["time/publish"] == 0.5
+    assert metrics["time/weight_sync"] == 0.5
     assert 0 <= metrics["time/learner_idle"] <= 1
     await run.loop.step()
     assert (run.loop.lag_sum, run.loop.lag_max) == (pytest.approx(1.0), 2)
@@ -304,7 +311,7 @@ async def test_metrics_of_a_step() -> None:
 async def test_a_step_whose_rows_are_all_masked_is_trained_and_logged() -> None:
     run = Fakes(config(), lags=False)
     metrics = await run.loop.step()
-    assert "train/lag_mean" not in metrics
+    assert "train/staleness_mean" not in metrics
     assert (run.loop.lag_sum, run.loop.lag_max, run.loop.steps_done) == (0, 0, 1)
 
 
@@ -329,7 +336,7 @@ async def test_recorded_steps_are_repeated_compared_and_not_published(publishes:
     if publishes:
         assert run.loop.tokens == 0, "the summary counts a step once"
         await run.loop.publish_newest()
-        assert "publish 5" not in run.events, "its version was published before"
+        assert "publish 5" not in run.events, "its version was sent before"
 
 
 @pytest.mark.parametrize("schedule", ["settle", "constant", "linear"])
@@ -543,7 +550,7 @@ def fake_trainer(
         lag_max=1.0,
         latest={},
     )
-    seconds = {"working": 2.0, "starved": 1.0, "other": 1.0}
+    seconds = {"working": 2.0, "idle": 1.0, "other": 1.0}
     loop.latest = {f"time/learner/{cause}": spent for cause, spent in seconds.items()}
     loop.latest |= {f"goodput/{place}": 0.0 for place in PLACES} | {
         "goodput/generated": 4000.0,
@@ -568,12 +575,12 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
     assert text["score"] == "0.00 -> 0.30"
     assert text["staleness"] == "mean 0.50, largest 1 learner step (bound 2)"
-    assert text["publications"] == "4; the learner waited 10.0% of its time for them"
+    assert text["weight syncs"] == "4; the learner waited 10.0% of its time for them"
     assert (
         text["weights checked"]
         == "3 times while training; engines and learner differ by 2.0e-06 at most"
     )
-    assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
+    assert text["weight sync faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups, 25% other"

@@ -291,9 +291,11 @@ def test_the_score_by_lag_goes_by_the_oldest_token() -> None:
     _, metrics = RowMath(config(), WEIGHTS).values(batch, {})
     fresh = [score(meta) for meta in newer]
     stale = [score(meta) for group in rest for meta in group.rows]
-    assert {name: value for name, value in metrics.items() if name.startswith("train/lag_")} == {
-        "train/lag_1/score": pytest.approx(mean(fresh)),
-        "train/lag_3-4/score": pytest.approx(mean(stale)),
+    assert {
+        name: value for name, value in metrics.items() if name.startswith("train/staleness_")
+    } == {
+        "train/staleness_1/score": pytest.approx(mean(fresh)),
+        "train/staleness_3-4/score": pytest.approx(mean(stale)),
     }
 
 

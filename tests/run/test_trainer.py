@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path, mo
     assert manifest["step"] == 3 == checkpoint.step_of(facts.checkpoint)
     [warning] = said
     assert "step_000006 is damaged: the contents of queue.json have changed" in warning
-    assert warning.startswith("warning: ") and "; the run goes on from " in warning
+    assert warning.startswith("warning: ") and "; the run continues from " in warning
 
 
 def test_a_run_is_refused_rather_than_begun_anew(tmp_path: Path, model: str, capsys) -> None:

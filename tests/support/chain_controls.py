@@ -16,7 +16,7 @@ from async_grpo.rollout.session import SessionRow
 class _Blank(ChainEnvironment):
     def step(self, action: Action) -> Observation:
         answer = super().step(action)
-        return answer if answer.done or answer.invalid else Observation("?>", verdict=0.0)
+        return answer if answer.done or answer.invalid else Observation("?>", correct=0.0)
 
 
 class BlankChain(Chain):
@@ -32,7 +32,7 @@ class _Next(ChainEnvironment):
         if answer.done or answer.invalid:
             return answer
         digit = int(str(answer.content)[0])
-        return Observation(f"{(digit + 1) % 10}>", verdict=0.0)
+        return Observation(f"{(digit + 1) % 10}>", correct=0.0)
 
 
 class ShiftedChain(Chain):

@@ -49,7 +49,7 @@ class Told:
         return Observation(str(os.getpid()))
 
     def do_end(self, text: str) -> Observation:
-        return Observation(rewards={"value": float(text)}, done=True, verdict=1.0)
+        return Observation(rewards={"value": float(text)}, done=True, correct=1.0)
 
     def do_raise(self, text: str) -> Observation:
         raise ValueError(text)

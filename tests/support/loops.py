@@ -74,7 +74,7 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
         "resumed_at": 0,
         "tracker": None,
         "run_dir": Path("/runs/r"),
-        "verdict": None,
+        "bottleneck": None,
         "evaluations": [],
     }
     return SimpleNamespace(**told | facts)

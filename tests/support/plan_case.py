@@ -31,8 +31,8 @@ def lines(count: int, *, every_s: float = 4.0) -> Iterator[dict[str, float]]:
     for step in range(1, count + 1):
         yield {
             "time/learner/working": 3.0 * step,
-            "time/learner/starved": 0.5 * step,
-            "time/learner/publishing": (every_s - 3.5) * step,
+            "time/learner/idle": 0.5 * step,
+            "time/learner/weight_sync": (every_s - 3.5) * step,
             "time/engine/working": 2.0 * step,
             "time/engine/blocked": 2.0 * step,
             "engine/1/s": 0.001 * step,
@@ -49,5 +49,5 @@ def lines(count: int, *, every_s: float = 4.0) -> Iterator[dict[str, float]]:
             "rollout/environment_s": 1.5,
             "weights/until_live_s": 0.75,
             "weights/engine_paused_s": 0.125,
-            "replay/lag_mean": 1.0 + step % 2,
+            "replay/staleness_mean": 1.0 + step % 2,
         }

@@ -144,7 +144,7 @@ class FakeEngine:
 
     async def receive(self, announcement: Announcement) -> Receipt:
         assert self.group, "it is not connected"
-        assert not self.busy, "two publications at once"
+        assert not self.busy, "two weight syncs at once"
         self.busy += 1
         self.events.append(f"{self.actor_id} takes {announcement.label}")
         try:

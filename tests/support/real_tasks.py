@@ -67,7 +67,7 @@ class Tries:
         right = float(self.tries > 1 and self.answer in action.text)
         if right or self.tries == 3:
             rewards = {"correct": right, "digits": share_of_digits(action.text)}
-            return Observation(rewards=rewards, done=True, verdict=right)
+            return Observation(rewards=rewards, done=True, correct=right)
         return Observation("Are you sure? Answer again.")
 
     def close(self) -> None: ...
@@ -86,7 +86,7 @@ def main() -> None:
         messages += [said, {"role": "user", "content": "Are you sure? Answer again."}]
         text = said.content or ""
     right, digits = float(problem["reference"]["answer"] in text), share_of_digits(text)
-    print(json.dumps({"rewards": {"correct": right, "digits": digits}, "verdict": right}))
+    print(json.dumps({"rewards": {"correct": right, "digits": digits}, "correct": right}))
 
 
 if __name__ == "__main__":

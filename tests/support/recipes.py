@@ -21,6 +21,6 @@ RECIPES = [
     "roll_grpo",
     "verl_grpo",
     "lmbook_grpo",
-    "large_lag",
+    "large_staleness",
     "quickstart",
 ]

@@ -110,7 +110,7 @@ class Waits:
         for call in action.tool_calls:
             if call["name"] == "answer":
                 right = float(call["arguments"].get("word") == self._word)
-                return Observation(rewards={"right": right}, verdict=right, done=True)
+                return Observation(rewards={"right": right}, correct=right, done=True)
         return Observation("call a tool", invalid=True)
 
     def close(self) -> None: ...

@@ -32,7 +32,7 @@ def test_the_chain_is_learned(chain: dict[str, Any]) -> None:
     assert chain["accuracy"][0] <= 0.5 and chain["accuracy"][-1] >= 0.85, chain["accuracy"]
     assert [line["step"] for line in chain["steps"]] == list(range(1, STEPS + 1))
     bound = chain["config"].replay.max_staleness
-    assert all(0 <= line["train/lag_max"] <= bound for line in chain["steps"])
+    assert all(0 <= line["train/staleness_max"] <= bound for line in chain["steps"])
 
 
 def test_log_probs_of_all_turns_are_the_learners(chain: dict[str, Any]) -> None:

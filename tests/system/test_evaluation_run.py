@@ -81,7 +81,7 @@ def test_every_result_is_whole(counted_run) -> None:
         assert result["eval/tokens"] > PROBLEMS and result["eval/seconds"] > 0
     assert (
         counted_run["log"].count("evaluated step") == len(counted_run["evaluations"]) - 2
-        and "while publications waited" in counted_run["log"]
+        and "while weight sync waited" in counted_run["log"]
     )
 
 
@@ -92,10 +92,10 @@ def test_the_learner_went_on_until_its_next_publication(counted_run) -> None:
         assert result["eval/learner_waited_s"] == result["eval/seconds"]
     assert counted_run["publications"] == STEPS
     steps = [line for line in counted_run["metrics"] if "train/loss" in line]
-    assert len(steps) == STEPS and all(line["replay/lag_max"] <= 1 for line in steps)
+    assert len(steps) == STEPS and all(line["replay/staleness_max"] <= 1 for line in steps)
     # A step whose responses are all truncated, and thereby masked, has no token in the loss.
-    with_tokens = [line for line in steps if line["rollout/masked_rows"] < 1]
-    assert all(line["train/lag_max"] <= 1 for line in with_tokens)
+    with_tokens = [line for line in steps if line["rollout/masked_responses"] < 1]
+    assert all(line["train/staleness_max"] <= 1 for line in with_tokens)
 
 
 def test_samples_tell_their_step(counted_run) -> None:
@@ -108,7 +108,7 @@ def test_samples_tell_their_step(counted_run) -> None:
         "the first, and one of those that follow in the first half"
     )
     assert all(
-        {"prompt", "response", "reward/correct", "verdict", "tokens"} <= row.keys() for row in rows
+        {"prompt", "response", "reward/correct", "correct", "tokens"} <= row.keys() for row in rows
     )
     assert len(rows) == EVALUATED * len(shown)
     trained = [row for row in counted_run["samples"] if row["source"] == "training"]
@@ -117,11 +117,11 @@ def test_samples_tell_their_step(counted_run) -> None:
     )
     assert all(
         row["prompt"].endswith("=")
-        and row["lag"] in (0, 1)
+        and row["staleness"] in (0, 1)
         and len(row["response"]) <= row["tokens"]
         for row in trained
     )
-    assert any(row["lag"] == 1 for row in trained) and {
+    assert any(row["staleness"] == 1 for row in trained) and {
         row["reward/correct"] for row in trained
     } == {0.0, 1.0}
 
@@ -176,7 +176,7 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     text = (tmp_path / "log.txt").read_text()
     assert (
         f"evaluated step {every} on {lent.actor_id}" in text
-        and "begins again with the weights of now: its engine died" in text
+        and "starts again with the current weights: its engine died" in text
     )
     assert len(deaths) == 1 and victim.actor_id in deaths[0]
     assert results[0][1]["eval/learner_waited_s"] == 0 and [step for step, _ in results] == sorted(
@@ -206,9 +206,9 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     late = Counter(group.actor_id for group in trained if group.policy_version > every + 5)
     assert late[lent.actor_id], f"it came back and took tickets: {late}"
     assert all(
-        line["train/lag_max"] <= 1
+        line["train/staleness_max"] <= 1
         for line in lines(tmp_path / "run", "metrics.jsonl")
-        if "train/lag_max" in line
+        if "train/staleness_max" in line
     )
 
 

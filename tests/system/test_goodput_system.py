@@ -93,7 +93,7 @@ def test_the_seconds_of_learner_and_engine_add_up_to_the_time_that_passed(
     assert (
         min(
             learner[cause]
-            for cause in ("working", "starved", "publishing", "checkpointing", "evaluating")
+            for cause in ("working", "idle", "weight_sync", "checkpointing", "evaluating")
         )
         > 0
     )

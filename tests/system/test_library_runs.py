@@ -35,8 +35,8 @@ class Heard(Callback):
     def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
         self.events.append(("step", result["training_iteration"]))
 
-    def on_publication(self, trainer: Trainer, version: int, seconds: float) -> None:
-        self.events.append(("publication", version))
+    def on_weight_sync(self, trainer: Trainer, version: int, seconds: float) -> None:
+        self.events.append(("weight_sync", version))
 
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         self.events.append(("evaluation", step))
@@ -156,7 +156,7 @@ def test_callbacks_hear_what_happened_in_its_order(story: dict[str, Any]) -> Non
     assert of["step"] == [1, 2, 3, 4, 5, 4, 5, 6]
     assert of["evaluation"] == [6]
     assert of["checkpoint"] == [2, 3, 4, 4, 6]
-    assert {1, 2, 3, 4, 5, 6} <= set(of["publication"]) and "fault" not in of
+    assert {1, 2, 3, 4, 5, 6} <= set(of["weight_sync"]) and "fault" not in of
     lines = [json.loads(line) for line in (story["home"] / "events.jsonl").read_text().splitlines()]
     assert [(line["event"], line["step"]) for line in lines if line["event"] == "step"] == [
         ("step", step) for step in of["step"]

@@ -1,4 +1,4 @@
-"""Architectures on the whole system: three steps of learner and engine, publications compared with
+"""Architectures on the whole system: three steps of learner and engine, weight syncs compared with
 the engine's log-probs, and the files that are left.
 """
 

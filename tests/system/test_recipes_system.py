@@ -62,7 +62,12 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
-        assert 0 <= line["train/lag_mean"] <= line["train/lag_max"] <= config.replay.max_staleness
+        assert (
+            0
+            <= line["train/staleness_mean"]
+            <= line["train/staleness_max"]
+            <= config.replay.max_staleness
+        )
         assert np.isfinite(line["train/loss"]) and np.isfinite(line["train/grad_norm"])
         if config.replay.filter_groups.enable:
             assert line["rollout/zero_std_groups"] == 0 == line["rollout/all_wrong_groups"], (

@@ -166,7 +166,7 @@ def test_the_plain_loop_trains_and_meets_what_the_statement_is_about(plain: Fini
         EPOCHS * BATCH_GROUPS // MINIBATCH_GROUPS
     }
     rows = [sum(map(len, update.micro_batches)) for step in plain.steps for update in step.updates]
-    assert min(rows) < MINIBATCH_GROUPS * GROUP_SIZE, "truncated rows are left out"
+    assert min(rows) < MINIBATCH_GROUPS * GROUP_SIZE, "truncated lines are left out"
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_every_step_trains_a_full_batch_within_the_bound(story):
     steps = [line for line in lines if "train/loss" in line][:STEPS]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
-        assert 0 <= line["train/lag_mean"] <= line["train/lag_max"] <= 1
+        assert 0 <= line["train/staleness_mean"] <= line["train/staleness_max"] <= 1
         assert np.isfinite(line["train/grad_norm"]) and line["rollout/response_tokens"] > 0
         assert (
             "rollout/reward/correct" in line
@@ -232,7 +232,7 @@ def test_a_resumed_run_continues_from_the_same_weights(story):
     assert story["resumed_at"] == SAVED
     for now, then in zip(story["resumed_probes"], story["probes"], strict=True):
         assert np.array_equal(now, then)
-    assert story["resumed_metrics"]["train/lag_max"] <= 1
+    assert story["resumed_metrics"]["train/staleness_max"] <= 1
     steps = [
         entry["step"]
         for entry in story["resumed_history"].values()

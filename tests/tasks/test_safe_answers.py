@@ -88,7 +88,7 @@ def test_hostile_answers_are_scored_like_none_and_solutions_in_full(
         problem = here.train(index)
         answer = ast.literal_eval(problem.reference)["answer"]
         if safe_answers.admitted(answer, name):
-            assert here.score(problem.solution, problem.reference).verdict == 1.0
+            assert here.score(problem.solution, problem.reference).correct == 1.0
         else:
             assert "Integral" in answer  # the package could not solve its own problem
 

@@ -3,8 +3,10 @@ are posed.
 """
 
 import ast
+import dataclasses
 import gzip
 import json
+import pickle
 import re
 import sys
 import time
@@ -15,6 +17,7 @@ from hypothesis import given, settings, strategies
 
 from async_grpo.config import schema
 from async_grpo.config.schema import Config
+from async_grpo.environments.base import Observation
 from async_grpo.tasks import answers
 from async_grpo.tasks.arithmetic import TRAIN_PROBLEMS, Arithmetic, is_held_out
 from async_grpo.tasks.base import Score, TaskError, check_score, task_weights
@@ -113,7 +116,7 @@ def test_arithmetic_is_deterministic_and_checks_its_options():
 def test_arithmetic_scores_reversed_digits():
     task = Arithmetic(schema.TaskConfig(), 0)
     assert task.score("131\n", "131") == Score({"correct": 1.0, "format": 1.0}, 1.0)
-    assert task.score("131 ", "31").verdict == 0.0
+    assert task.score("131 ", "31").correct == 0.0
 
 
 # --- GSM8K
@@ -243,7 +246,7 @@ def test_hostile_mathematics_never_reaches_the_library(monkeypatch, hostile):
     monkeypatch.setattr(answers, "_engine", unreachable)
     task = create_task(schema.TaskConfig(name="math"), 0)
     began = time.process_time()
-    assert task.score(f"so \\boxed{{{hostile}}}", "1").verdict == 0.0
+    assert task.score(f"so \\boxed{{{hostile}}}", "1").correct == 0.0
     assert (
         final_answer(f"<answer>{hostile}</answer>") is None
         or len(final_answer(f"<answer>{hostile}</answer>")) < 10**4
@@ -262,10 +265,10 @@ def test_math_rows(tmp_path, gsm8k):
     ]
     task = load_task(schema.TaskConfig(name="math", train=jsonl(tmp_path / "train.jsonl", rows)), 0)
     assert [task.train(i).reference for i in range(3)] == ["\\frac{1}{2}", "2", "3"]
-    assert task.score("\\boxed{1} then \\boxed{0.5}", "\\frac{1}{2}").verdict == 1.0
+    assert task.score("\\boxed{1} then \\boxed{0.5}", "\\frac{1}{2}").correct == 1.0
     assert (
-        task.score("0.5", "\\frac{1}{2}").verdict == 0.0
-        and task.score("\\boxed{0.5", "\\frac{1}{2}").verdict == 0.0
+        task.score("0.5", "\\frac{1}{2}").correct == 0.0
+        and task.score("\\boxed{0.5", "\\frac{1}{2}").correct == 0.0
     )
     assert task.evaluation(10) == []
 
@@ -576,11 +579,11 @@ def test_jsonl_matching(tmp_path):
         Score({"correct": 0.2}, 0.0),
         Score({"correct": 0.0}, 0.0),
     ]
-    assert task.score("4", task.train(1).reference).verdict == 1.0
+    assert task.score("4", task.train(1).reference).correct == 1.0
     contains = create_task(config.unchecked_copy(update={"options": {"match": "contains"}}), 0)
-    assert contains.score("in Paris", reference).verdict == 1.0
+    assert contains.score("in Paris", reference).correct == 1.0
     regex = create_task(config.unchecked_copy(update={"options": {"match": "regex"}}), 0)
-    assert regex.score("in Paris", {"answer": "P.r[a-i]s$", "rewards": {}}).verdict == 1.0
+    assert regex.score("in Paris", {"answer": "P.r[a-i]s$", "rewards": {}}).correct == 1.0
     with pytest.raises(TaskError, match="not a regular expression"):
         load_task(
             schema.TaskConfig(
@@ -601,7 +604,7 @@ def test_reasoning_gym():
     problem = task.train(3)
     assert task.train(3) == problem and len(task) == 500
     assert task.score(problem.solution, problem.reference) == Score({"correct": 1.0}, 1.0)
-    assert task.score("<answer>no</answer>", problem.reference).verdict == 0.0
+    assert task.score("<answer>no</answer>", problem.reference).correct == 0.0
     held_out = task.evaluation(20)
     assert (
         held_out == load_task(config, 7).evaluation(20) and load_task(config, 7).train(3) != problem
@@ -627,7 +630,7 @@ def test_partial_scores_and_unusual_metadata_survive():
         schema.TaskConfig(name="reasoning_gym", options={"dataset": "knights_knaves", "size": 5}), 0
     )
     problem = task.train(0)
-    assert task.score(problem.solution, problem.reference).verdict == 1.0
+    assert task.score(problem.solution, problem.reference).correct == 1.0
     flipped = problem.solution.split("<answer>")[1].split("</answer>")[0]
     terms = ast.literal_eval(problem.reference)["metadata"]["knight_knave_terms"]
     flipped = (
@@ -637,7 +640,7 @@ def test_partial_scores_and_unusual_metadata_survive():
     )
     flipped = flipped.replace("KNAVE", terms["a_knave"]).replace("KNIGHT", terms["a_knight"])
     partial = task.score(f"<answer>{flipped}</answer>", problem.reference)
-    assert 0.0 < partial.rewards["correct"] < 1.0 and partial.verdict == 0.0
+    assert 0.0 < partial.rewards["correct"] < 1.0 and partial.correct == 0.0
 
 
 def test_registry_errors():
@@ -663,6 +666,15 @@ def test_weights():
         task_weights(schema.TaskConfig(rewards={"formal": 1.0}), weighted)
 
 
+def test_the_field_of_before_is_answered():
+    with pytest.raises(TypeError, match="`verdict` of Score is called `correct` now"):
+        Score(rewards={"a": 1.0}, verdict=1.0)
+    with pytest.raises(TypeError, match="`verdict` of Observation is called `correct` now"):
+        Observation("", done=True, verdict=1.0)
+    score = Score({"a": 1.0}, correct=1.0)
+    assert pickle.loads(pickle.dumps(score)) == dataclasses.replace(score) == score
+
+
 def test_check_score():
     assert check_score(Score({"a": 1, "b": True}, None), {"a", "b"}) == Score(
         {"a": 1.0, "b": 1.0}, None
@@ -683,8 +695,8 @@ def test_check_score():
     for number in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite"):
             check_score(Score({"a": 1.0, "b": number}, None), {"a", "b"})
-    assert check_score(Score({"a": 1.0}, True), {"a"}).verdict == 1.0
-    with pytest.raises(ValueError, match=r"verdict must be 0, 1 or None, got 0\.5"):
+    assert check_score(Score({"a": 1.0}, True), {"a"}).correct == 1.0
+    with pytest.raises(ValueError, match=r"correct must be 0, 1 or None, got 0\.5"):
         check_score(Score({"a": 1.0}, 0.5), {"a"})
 
 

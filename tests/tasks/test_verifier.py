@@ -469,8 +469,8 @@ async def test_no_answer_takes_the_machine_or_the_next_answer():
                 [hostile, honest] = await pool.score_many(
                     [(f"\\boxed{{{answer}}}", "7"), ("\\boxed{\\frac{14}{2}}", "7")]
                 )
-            assert isinstance(hostile, VerifierError) or hostile.verdict == 0.0, answer[:80]
-            assert isinstance(honest, Score) and honest.verdict == 1.0, answer[:80]
+            assert isinstance(hostile, VerifierError) or hostile.correct == 0.0, answer[:80]
+            assert isinstance(honest, Score) and honest.correct == 1.0, answer[:80]
     finally:
         await pool.close()
 

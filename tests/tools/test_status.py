@@ -55,7 +55,7 @@ def test_rates_and_shares_are_those_of_the_window() -> None:
         clock.now += (seconds := chance.uniform(0.2, 2.0))
         starved, paused = chance.uniform(0, seconds), chance.uniform(0, seconds)
         totals["goodput/generated"] += chance.randrange(900)
-        totals["time/learner/starved"] += starved
+        totals["time/learner/idle"] += starved
         totals["time/learner/working"] += seconds - starved
         totals["time/engine/paused"] += paused
         totals["time/engine/working"] += seconds - paused
@@ -75,7 +75,7 @@ def test_rates_and_shares_are_those_of_the_window() -> None:
     assert metrics["tokens_trained_per_s"] == pytest.approx(
         sum(row["rollout/response_tokens"] for _, _, row in window) / seconds
     )
-    assert metrics["learner_idle"] == pytest.approx(spent["time/learner/starved"] / seconds)
+    assert metrics["learner_idle"] == pytest.approx(spent["time/learner/idle"] / seconds)
     assert metrics["engine_idle"] == pytest.approx(spent["time/engine/paused"] / seconds)
     assert metrics["seconds_per_step"] == pytest.approx(seconds / len(window))
     assert progress.facts()["eta_s"] == pytest.approx(200 * seconds / len(window))
@@ -120,7 +120,7 @@ def test_sparklines_go_from_low_to_high() -> None:
 def facts(tmp_path: Path) -> dict[str, object]:
     """Of a run of this process, between two learner steps."""
     progress = Progress()
-    row = {"time/step": 1.0, "time/wait": 0.1, "rollout/score": 0.5, "train/lag_max": 1.0}
+    row = {"time/step": 1.0, "time/wait": 0.1, "rollout/score": 0.5, "train/staleness_max": 1.0}
     for step in (1, 2, 3):
         progress.logged(step, 10, row | {"rollout/response_tokens": 5.0})
     file = StatusFile(tmp_path, progress, run="mine")
@@ -381,9 +381,9 @@ def test_a_long_line_is_folded_where_there_is_room_and_cut_where_there_is_none()
         assert all(len(line.plain) <= width for line in drawn) and len(drawn) < height
         return [line.plain for line in drawn]
 
-    at = lines(24, 40).index("queue     7 ready   9 in")
-    assert lines(24, 40)[at + 1] == "          flight"
-    assert "queue     7 ready   9 i…" in lines(24, 10)
-    verdict = " ".join(line[10:] for line in lines(80, 10)[-3:])
+    at = lines(26, 40).index("queue       7 ready   9 in")
+    assert lines(26, 40)[at + 1] == "            flight"
+    assert "queue       7 ready   9 i…" in lines(26, 10)
+    verdict = " ".join(line[12:] for line in lines(80, 10)[-3:])
     assert verdict.split() == ["add", "rollout", "actors"] * 9, "a verdict is always whole"
     assert len(lines(9, 12)) == 11

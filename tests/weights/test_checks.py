@@ -98,7 +98,7 @@ async def test_noise_raises_no_alarm(noise: float) -> None:
 async def test_a_fault_is_found_whatever_the_noise(noise: float, fault: str) -> None:
     alarms = [await alarm(Sides(noise, FAULTS[fault], seed)) for seed in range(DRAWS)]
     assert all(alarms), f"{DRAWS - sum(map(bool, alarms))} of {DRAWS} missed with noise {noise}"
-    assert all("after a test publication of perturbed weights" in text for text in alarms)
+    assert all("after a test weight sync of perturbed weights" in text for text in alarms)
 
 
 @pytest.mark.parametrize(

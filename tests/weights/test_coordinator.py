@@ -38,7 +38,7 @@ async def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> 
     ]
     assert [engine.weight for engine in run.members] == [2.0, 2.0]
     measured = run.coordinator.weight_metrics()
-    assert measured["weights/publications"] == 1  # of the run, without its start
+    assert measured["weights/syncs"] == 1  # of the run, without its start
     assert measured["weights/engine_paused_s"] == pytest.approx(0.25)
     assert measured["weights/recomputed_tokens"] == 14
     assert measured["weights/repeated"] == measured["weights/dropped_engines"] == 0
@@ -179,7 +179,7 @@ async def test_refresh_raises_what_a_publication_under_way_raised() -> None:
         await run.coordinator.refresh(1)
 
 
-# ---- torn publications ----
+# ---- torn weight syncs ----
 
 
 async def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
@@ -294,7 +294,7 @@ async def test_an_engine_that_acknowledges_another_version_is_dropped() -> None:
     run.members[0].receive = acknowledges_version_0
     await run.coordinator.publish(1)
     await run.coordinator.wait()
-    assert "acknowledges v0.0 where v0.1 was published" in str(run.dropped["a0"])
+    assert "acknowledges v0.0 where v0.1 was sent" in str(run.dropped["a0"])
 
 
 # ---- newcomers ----
@@ -391,7 +391,7 @@ async def test_nccl_refresh_serves_a_newcomer_and_makes_the_version_live(self_ch
     assert newcomer not in run.coordinator.serving(), (
         "an evaluation must not ask an engine that holds the first weights"
     )
-    # The learner is one step past the last publication: what is sent now is version 1 and has
+    # The learner is one step past the last weight sync: what is sent now is version 1 and has
     # to be live, or nobody gets tickets.
     await run.coordinator.refresh(1)
     assert run.learner.groups[-1] == [1, 1, 1]

@@ -605,8 +605,7 @@ async def test_a_wrong_byte_or_checksum_ends_the_run_and_is_not_served(
     started = time.monotonic()
     with pytest.raises(
         TransferMismatch,
-        match=f"engine {VICTIM}: bucket {broadcast // 2 + 1} of the published weights .* it "
-        "holds w",
+        match=f"engine {VICTIM}: bucket {broadcast // 2 + 1} of the weights .* it holds w",
     ) as raised:
         await run.publish(1, [fault("corrupt", bucket=broadcast)])
     assert raised.value.exit_code == 6 and run.lived == [0] and run.groups == [3]
@@ -718,7 +717,7 @@ async def test_when_the_last_engine_dies_one_that_joins_late_takes_the_weights(s
 @slow
 @pytest.mark.timeout(1200)
 async def test_random_faults_never_leave_a_mixture_nor_wait_for_ever(start) -> None:
-    """A hundred publications with zero to two faults of random kinds, ranks and buckets; the dead
+    """A hundred weight syncs with zero to two faults of random kinds, ranks and buckets; the dead
     are replaced.
     """
     rng, names = random.Random(time.time_ns()), (f"b{number}" for number in itertools.count())

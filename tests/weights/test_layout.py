@@ -106,7 +106,7 @@ def test_a_wrong_bucket_is_named_with_its_tensors() -> None:
     buffer[layout.buckets[1].start + 5] = 1
     with pytest.raises(
         TransferMismatch,
-        match=r"bucket 2 of 3 of the published weights arrived with other bytes than were sent; "
+        match=r"bucket 2 of 3 of the weights arrived with other bytes than were sent; "
         r"it holds first, norm",
     ):
         layout.verify(buffer, expected)
@@ -116,7 +116,7 @@ def test_a_wrong_bucket_is_named_with_its_tensors() -> None:
 def test_other_weights_than_announced_are_refused() -> None:
     layout = Layout([("a", (2,), "float32"), ("b", (3,), "float32")])
     with pytest.raises(
-        RuntimeError, match=r"the learner published b \(4,\) where b \(3,\) was announced"
+        RuntimeError, match=r"the learner sent b \(4,\) where b \(3,\) was announced"
     ):
         layout.fill(
             torch.zeros(layout.nbytes, dtype=torch.uint8),
@@ -139,5 +139,5 @@ def test_labels_are_ordered_pairs() -> None:
         "v-1.2",
     ):
         assert not is_version(label)
-        with pytest.raises(ValueError, match="which no publication set"):
+        with pytest.raises(ValueError, match="which no weight sync set"):
             parse_label(label)

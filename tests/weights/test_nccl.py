@@ -135,9 +135,7 @@ def check_that_a_flipped_bit_is_seen(
     assert isinstance(failures[0], TornTransfer) and isinstance(failures[2], TornTransfer)
     assert isinstance(
         failures[1], TransferMismatch
-    ) and "bucket 2 of the published weights arrived with other bytes than were sent" in str(
-        failures[1]
-    )
+    ) and "bucket 2 of the weights arrived with other bytes than were sent" in str(failures[1])
     assert list(receivers[1].received) and set(receivers[1].received).isdisjoint(
         str(failures[1]).split("it holds ")[1].split(", ")
     )

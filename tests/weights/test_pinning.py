@@ -264,6 +264,8 @@ async def test_what_an_engine_that_is_away_holds_is_trained_in_time_and_it_gets_
         ticket.group_id for ticket in others
     ]
     await queue.live(2)
-    assert (await queue.metrics())["replay/lag_max"] == 1 and await take(queue, 4, actor="b") == []
+    assert (await queue.metrics())["replay/staleness_max"] == 1 and await take(
+        queue, 4, actor="b"
+    ) == []
     assert len(await take(queue, 1, actor="a", version=2)) == 1
     assert len(await take(queue, 1, actor="b", version=2)) == 1, "it is back"

@@ -251,7 +251,7 @@ class Answer:
 
 
 def stamp_errors(answer: Answer, reigns: list[Reign]) -> list[str]:
-    """What is wrong with the stamps of a response, given all publications in their order."""
+    """What is wrong with the stamps of a response, given all weight syncs in their order."""
     errors, end = [], 0
     for label, start, stop in answer.completion.labels:
         if start != end or stop <= start:
@@ -476,7 +476,7 @@ class Run:
         return receipt
 
 
-# -- publications while responses run
+# -- weight syncs while responses run
 # ---------------------------------------------------------------------------------
 
 

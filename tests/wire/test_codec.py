@@ -214,7 +214,7 @@ def test_lengths_that_differ_in_a_row_and_agree_in_the_group_are_refused() -> No
         np.full(3, -0.5),
         np.full(1, -0.5),
     )
-    with pytest.raises(WireError, match=r"row 0: .*must be equal"):
+    with pytest.raises(WireError, match=r"sequence 0: .*must be equal"):
         encode_group(group)
 
 
@@ -424,17 +424,17 @@ def test_a_group_without_rows_or_prompt_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"span_tokens": [2, 1, 2, 2]}, "row 0.*cover"),  # a gap at the end
-        ({"span_tokens": [2, 2, 2, 3]}, "row 1.*cover"),
+        ({"span_tokens": [2, 1, 2, 2]}, "sequence 0.*cover"),  # a gap at the end
+        ({"span_tokens": [2, 2, 2, 3]}, "sequence 1.*cover"),
         (
             {"span_tokens": [2, 3, 1, 2]},
-            "row 0.*cover",
+            "sequence 0.*cover",
         ),  # the sum is right, the second rollout's tokens are the first's
         ({"span_tokens": [4, 0, 2, 2]}, "without tokens"),
         ({"span_tokens": [5, -1, 2, 2]}, "without tokens"),
-        ({"span_tokens": [2, 2, 2, 2**63]}, "row 1.*cover"),
+        ({"span_tokens": [2, 2, 2, 2**63]}, "sequence 1.*cover"),
         ({"span_versions": [2, -1, 2, 3]}, "negative version"),
-        ({"span_counts": [1, 3]}, "row 0.*cover"),
+        ({"span_counts": [1, 3]}, "sequence 0.*cover"),
         ({"span_counts": [4, 0]}, "version spans"),
         ({"span_counts": [5, -1]}, "version spans"),
         ({"span_counts": [2, 1]}, "version spans"),
@@ -445,7 +445,7 @@ def test_a_group_without_rows_or_prompt_is_refused() -> None:
                 "span_versions": [2, 3, 2, 3, 3],
                 "span_tokens": [2, 2, 2, 2, 1],
             },
-            "row 1.*cover",
+            "sequence 1.*cover",
         ),
         (
             {"span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]},
@@ -453,17 +453,17 @@ def test_a_group_without_rows_or_prompt_is_refused() -> None:
         ),  # one of no rollout
         ({"span_counts": [0, 0], "span_versions": [], "span_tokens": []}, "version spans"),
         ({"span_versions": [2, 3, 2]}, "span_tokens has 4"),
-        ({"segments": [0, 5, 0, 3]}, "row 0.*cover"),
+        ({"segments": [0, 5, 0, 3]}, "sequence 0.*cover"),
         ({"segments": [1, 4, 0, 4]}, "tokens, 8 of them sampled, has .* bytes"),
         ({"segments": [0, 8, 0, 0]}, "at least 1"),
         ({"segments": [0, 9, 0, -1]}, "at least 1"),
         ({"segments": [-1, 5, 0, 4]}, "at least 1"),
-        ({"segments": [0, 8]}, "2 segments for 2 rows"),
-        ({"segments": [0, 4, 0]}, "3 segments for 2 rows"),
-        ({"segment_counts": [2, 0]}, "segments for 2 rows"),
+        ({"segments": [0, 8]}, "2 segments for 2 sequences"),
+        ({"segments": [0, 4, 0]}, "3 segments for 2 sequences"),
+        ({"segment_counts": [2, 0]}, "segments for 2 sequences"),
         ({"segment_counts": [2]}, "instead of 1"),
-        ({"segment_counts": [1, 2]}, "segments for 2 rows"),
-        ({"segments": [0, 2, 0, 2, 0, 4], "segment_counts": [1, 2]}, "row 0.*cover"),
+        ({"segment_counts": [1, 2]}, "segments for 2 sequences"),
+        ({"segments": [0, 2, 0, 2, 0, 4], "segment_counts": [1, 2]}, "sequence 0.*cover"),
         ({"row_prompts": [0, 0]}, "row_prompts has 2 entries"),
         ({"prompt_lengths": [1, 2]}, "row_prompts has 0 entries"),
         ({"prompt_lengths": [1, 2], "row_prompts": [0, 0]}, "each of the 2 prompts"),
@@ -471,20 +471,20 @@ def test_a_group_without_rows_or_prompt_is_refused() -> None:
         ({"prompt_lengths": [3, 0], "row_prompts": [0, 1]}, "at least 1 token of a prompt"),
         ({"episodes": [0, 1]}, "must be empty"),
         ({"episodes": [0]}, "episodes has 1 entries"),
-        ({"episodes": [1, 0]}, "row 0 is of episode 1"),
-        ({"episodes": [0, -1]}, "row 1 is of episode -1"),
-        ({"episodes": [0, 0]}, "row 1 is of episode 0.*another"),
+        ({"episodes": [1, 0]}, "sequence 0 is of episode 1"),
+        ({"episodes": [0, -1]}, "sequence 1 is of episode -1"),
+        ({"episodes": [0, 0]}, "sequence 1 is of episode 0.*another"),
         ({"turn_rewards": [1.0]}, "turn_rewards has 1 entries"),
         ({"turn_rewards": [1.0, None]}, "turn_rewards must be numbers"),
         ({"plane_names": ["routes"]}, "plane_types has 0"),
         ({"reward_names": ["correct", "correct"]}, "twice"),
         ({"reward_names": [], "rewards": []}, "at least one"),
         ({"reward_names": ["correct"]}, "rewards has 4 entries instead of 2"),
-        ({"rewards": [None, 1.0, None, 1.0]}, "row 0 has no reward"),
-        ({"rewards": [0.0, None, 1.0, None]}, "row 1 has no reward"),
-        ({"roles": ["train", "other"]}, "row 1 .*'other'"),
-        ({"finish_reasons": ["abort", "stop"]}, "row 0 .*'abort'"),
-        ({"roles": ["train", "r" * 60_000]}, "row 1"),
+        ({"rewards": [None, 1.0, None, 1.0]}, "sequence 0 has no reward"),
+        ({"rewards": [0.0, None, 1.0, None]}, "sequence 1 has no reward"),
+        ({"roles": ["train", "other"]}, "sequence 1 .*'other'"),
+        ({"finish_reasons": ["abort", "stop"]}, "sequence 0 .*'abort'"),
+        ({"roles": ["train", "r" * 60_000]}, "sequence 1"),
     ],
 )
 def test_columns_that_contradict_each_other(changes: dict, message: str) -> None:
@@ -661,7 +661,7 @@ def test_the_row_of_a_bad_token_is_named(value: float, row: int) -> None:
         for one in group.rows:
             one.behavior_logprobs = one.behavior_logprobs.astype(np.float32)
         group.rows[row].behavior_logprobs[at] = value
-        with pytest.raises(WireError, match=f"row {row} has a log-prob"):
+        with pytest.raises(WireError, match=f"sequence {row} has a log-prob"):
             encode_group(group)
 
 

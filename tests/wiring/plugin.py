@@ -34,4 +34,4 @@ def halved(reward: float, response: Any, options: Any) -> float:
 @register_group_filter("wordless")
 def wordless(group: Any, options: Any) -> str | None:
     """Reject the groups whose last response is right."""
-    return "wordless" if group.verdicts[-1] else None
+    return "wordless" if group.correct[-1] else None

@@ -87,7 +87,7 @@ def _logprobs(weight: float) -> np.ndarray:
 
 
 def published(config: Config) -> list[Any]:
-    """What a start and three publications ask of learner and engine, whether the learner waits for
+    """What a start and three weight syncs ask of learner and engine, whether the learner waits for
     them, and their deadlines.
     """
     return asyncio.run(_published(config))

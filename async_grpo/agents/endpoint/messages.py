@@ -51,15 +51,14 @@ FIXED: dict[str, tuple[Any, ...]] = {
 Values of each that change nothing.
 """
 _STOPS = (
-    "a stop string ends a turn within a token, so that its tokens are not those of the policy, and "
-    "the run says at which tokens turns end; let the model end its turns, and cut the text off in "
-    "the client"
+    "a stop string may end a turn inside a token, and the run decides which tokens end a turn; let "
+    "the model end its turns, and cut the text off in the client"
 )
 _GRAMMAR = "a grammar would change what is sampled; ask for the form in the prompt"
 _LOGPROBS = (
     "leave it out: `logprobs: true` gives the log-probs of the sampled tokens, and no others"
 )
-_OWN_TEMPLATE = "chats are rendered by the model's own template; say it in a message"
+_OWN_TEMPLATE = "chats are rendered with the model's chat template; say it in a message"
 _NOTHING_STORED = "the endpoint stores nothing for later; send what is said, and wait for the reply"
 _NEVER = {
     "stop": _STOPS,
@@ -75,7 +74,7 @@ _NEVER = {
     "prompt_logprobs": _LOGPROBS,
     "chat_template": _OWN_TEMPLATE,
     "documents": _OWN_TEMPLATE,
-    "continue_final_message": "the policy speaks in turns of its own; end with another message",
+    "continue_final_message": "the policy begins a new turn; end with a message of another role",
     "functions": "use `tools`",
     "function_call": "use `tools`",
     "mcp_servers": "there are tools of the client alone",

@@ -173,12 +173,12 @@ class ServedPlayer:
                 raise served.failure from error
             late = error.reason == "timeout"
             if late and self._config.environment.on_timeout == "score_zero":
-                return Observation("env_timeout", done=True, verdict=0.0)
+                return Observation("env_timeout", done=True, correct=0.0)
             if error.reason != "exception" or not served.used_up:
                 raise
             if not served.episode.session.rows:
                 raise EnvironmentFailed("refused", f"{_unasked(served)}; {error}") from error
-            return Observation(served.used_up, done=True, verdict=0.0)
+            return Observation(served.used_up, done=True, correct=0.0)
 
     def _judge(self, episode: Episode, answer: Observation, served: ServedEpisode) -> None:
         """Note what an episode is worth. Raises EnvironmentFailed without anything to train."""
@@ -188,7 +188,7 @@ class ServedPlayer:
         if unknown:
             raise EnvironmentFailed("wrong_type", f"there is no reward {', '.join(unknown)}")
         episode.rewards |= answer.rewards
-        episode.verdict = answer.verdict
+        episode.verdict = answer.correct
         episode.metrics.update(answer.metrics)  # type: ignore[arg-type]
         reason = str(answer.content)
         known = reason in _REASONS or reason == "env_timeout"
@@ -205,7 +205,7 @@ class ServedPlayer:
                     self._formats.pop(next(iter(self._formats)))
                 self._formats[key] = self._make(tools)
         except Exception as error:
-            raise RequestError(400, f"these tools cannot be told to the model: {error}") from error
+            raise RequestError(400, f"the model cannot be given these tools: {error}") from error
         return self._formats[key]
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -445,7 +445,7 @@ def _as_template(message: Message) -> Message:
 def _no_room(reason: str, rollout: RolloutConfig, length: int) -> str:
     names = {
         "length": f"rollout.response_length: {rollout.response_length} sampled tokens",
-        "context": f"the longest row, {rollout.longest_row_in_words}; the messages take {length}",
+        "context": f"the longest sequence, {rollout.longest_row_in_words}; messages take {length}",
         "max_turns": f"rollout.max_turns: {rollout.max_turns}",
     }
     return f"the episode has used up what it may ({names[reason]})"

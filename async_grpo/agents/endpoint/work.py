@@ -4,7 +4,7 @@ Runs in: rollout actors, on their event loop. Hides who plays an episode, and wh
 
     POST /v1/work/lease      key of workers   {"wait_s"}  -> an episode: keys, address, problem
     POST /v1/work/heartbeat  key of the lease             -> 200, or 401 once it has ended
-    POST /v1/work/result     key of the lease  rewards and verdict, or {"failure": why}
+    POST /v1/work/result     key of the lease  rewards, correct, or {"failure": why}
 
 An episode has two keys: the agent's, which opens the policy alone, and the lease's, which says what
 it was worth, and which the agent need not know. The key of workers and the address stand in

@@ -166,8 +166,8 @@ def unfit(problem: Problem) -> str:
         return next((unknown(letter) for letter in text if letter not in ALPHABET), "")
     lack = "solutions" if isinstance(prompt, str) else "plain-text prompts"
     return (
-        f"the task has no {lack}, on which model.warm_start would train a model: give its problems "
-        "a text as prompt and a solution (docs/tasks.md), or set model.path to a model of your own "
+        f"the task has no {lack}, which model.warm_start needs: give its problems a text as prompt "
+        "and a solution (docs/tasks.md), or set model.path to your own model "
         "and model.warm_start=null"
     )
 

@@ -39,7 +39,7 @@ JOIN_S = 1.0
 """A child that outlives the panel keeps its end of the pipe, so the thread may outlive it too."""
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 10.0
-_VERDICT_INTERVAL_S = 30.0
+_BOTTLENECK_INTERVAL_S = 30.0
 _PLAIN_WIDTH, _PLAIN_HEIGHT, _NARROWEST = 120, 1000, 10
 _COPIED = re.compile(r"(?:^|[\s(])(?:~?/|\.{1,2}/|[a-z+]+:/|python -m )")
 """Where a path, an address or a command begins."""
@@ -50,8 +50,8 @@ _EXIT_CODES = {"FINISHED": 0, "KILLED": 0, "FAILED": 1}
 _COLUMNS = (
     ("rollout/score", "score {:.2f}"),
     ("rollout/accuracy", "accuracy {:.0%}"),
-    ("train/lag_mean", "lag {:.2f}"),
-    ("train/lag_max", "max {:.0f}"),
+    ("train/staleness_mean", "staleness {:.2f}"),
+    ("train/staleness_max", "max {:.0f}"),
     ("rollout/response_length", "length {:.1f}"),
     ("train/tokens_per_s", "{rate} tok/s"),
     ("time/learner_idle", "idle {:.0%}"),
@@ -243,7 +243,7 @@ class Console:
         self.progress.serves()
         if measured:
             self.info(
-                "weights arrive: after a test publication the engines' log-probs differ "
+                "weights arrive: after a test weight sync the engines' log-probs differ "
                 "from the learner's by at most "
                 f"{measured['weights/self_check_error']:.1e} (the test moved them by "
                 f"{measured['weights/self_check_moved']:.2f})"
@@ -269,14 +269,14 @@ class Console:
         if last or not self._terminal:
             self._show_step()
 
-    def verdict(self, *, kind: str, text: str) -> None:
+    def bottleneck(self, *, kind: str, text: str) -> None:
         """Show the bottleneck in the panel; off a terminal as a line, when it is another one."""
         self.progress.say(kind=kind, text=text)
         with self._lock:
             now, (said, said_at) = self._clock(), self._said
-            if not self._terminal and kind != said and now - said_at >= _VERDICT_INTERVAL_S:
+            if not self._terminal and kind != said and now - said_at >= _BOTTLENECK_INTERVAL_S:
                 self._said = kind, now
-                self._screen.print(f"verdict: {text}")
+                self._screen.print(f"bottleneck: {text}")
 
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after it was staged."""

@@ -19,7 +19,7 @@ from async_grpo.runtime.text import visible
 
 WIDEST_TEXT, WIDEST = 110, 170
 """Columns: longer sentences are hard to read; bar and curves use the room of a wide terminal."""
-LABEL_CELLS, BAR_CELLS, CURVE_CELLS, HEADLINE_CELLS = 10, 20, 64, 60
+LABEL_CELLS, BAR_CELLS, CURVE_CELLS, HEADLINE_CELLS = 12, 20, 64, 60
 """Cells of a label, least of the bar, most of a curve; what the headline has beside its bar."""
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
@@ -42,8 +42,8 @@ _LINES = {
         ("replay/in_flight", "{:.0f} in flight"),
         ("replay/limit", "limit {:.0f}"),
         ("replay/capacity", "of {:.0f} groups"),
-        ("train/lag_mean", "lag mean {:.2f}"),
-        ("train/lag_max", "max {:.0f}"),
+        ("train/staleness_mean", "staleness mean {:.2f}"),
+        ("train/staleness_max", "max {:.0f}"),
     ),
     "idle": (
         ("learner_idle", "learner {:.0%}"),
@@ -55,7 +55,7 @@ _LINES = {
     ),
     "weights": (
         ("replay/live_version", "version {:.0f} live for {age:.0f} s"),
-        ("weights/until_live_s", "{:.2f} s to publish"),
+        ("weights/until_live_s", "{:.2f} s to sync"),
         ("seconds_per_step", "{:.2f} s per step"),
     ),
 }
@@ -116,7 +116,7 @@ def panel(
     lines.append(_fit(Text(_headline(facts, now, bar=bar), style="bold"), wide))
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (wide - 44) // 2))):
         room = max(1, (wide if label == "reward" else width) - LABEL_CELLS)
-        folds = label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
+        folds = label == "bottleneck" or (label != "reward" and height >= ROOMY_ROWS)
         parts = Text(visible(text), style=style).wrap(
             Console(width=room), room, no_wrap=not folds, overflow="fold" if folds else "ellipsis"
         )
@@ -161,9 +161,9 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
             yield label, "   ".join(parts), ""
     if "quiet" in facts:
         yield "quiet", f"for {duration(now - facts['step_at'])}: {facts['quiet']}", "yellow"
-    if verdict := facts["verdict"]:
-        quiet = verdict["kind"] in ("balanced", "unclear")
-        yield "verdict", verdict["text"], "" if quiet else "yellow"
+    if bottleneck := facts["bottleneck"]:
+        quiet = bottleneck["kind"] in ("balanced", "unclear")
+        yield "bottleneck", bottleneck["text"], "" if quiet else "yellow"
 
 
 def _fit(line: Text, width: int) -> Text:

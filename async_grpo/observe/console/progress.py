@@ -73,7 +73,7 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._reward, self._evaluations = Curve(), deque[tuple[int, float]](maxlen=EVALUATIONS)
         self._rows: deque[tuple[float, int, dict[str, float]]] = deque()
-        self._verdict: dict[str, str] | None = None
+        self._bottleneck: dict[str, str] | None = None
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._published: float | None = None
         self._version = -1.0
@@ -110,9 +110,9 @@ class Progress:
             self._notes.append(text)
 
     def say(self, *, kind: str, text: str) -> None:
-        """Keep the newest verdict."""
+        """Keep the newest bottleneck."""
         with self._lock:
-            self._verdict = {"kind": kind, "text": text}
+            self._bottleneck = {"kind": kind, "text": text}
 
     def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a learner step or of an evaluation."""
@@ -191,7 +191,7 @@ class Progress:
                 "reward_stride": self._reward.stride,
                 "evaluations": [list(point) for point in self._evaluations],
                 "published_at": self._published,
-                "verdict": self._verdict,
+                "bottleneck": self._bottleneck,
                 "notes": list(self._notes),
             }
             seconds = facts["metrics"].get("seconds_per_step", math.nan)

@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from async_grpo.errors import EXIT_MEANING, SetupError
 from async_grpo.observe.console.progress import Progress
+from async_grpo.old_names import metric
 from async_grpo.runtime import lifetime, stacks
 from async_grpo.runtime.text import ago
 
@@ -111,7 +112,7 @@ class StatusFile:
                 self._full = False
             except OSError as error:
                 if not self._full:
-                    text = "%s cannot be written (%s); training goes on"
+                    text = "%s cannot be written (%s); training continues"
                     _log.warning(text, self._path, error.strerror)
                 self._full = True
 
@@ -148,7 +149,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise SetupError(f"{path} cannot be read: {reason}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise SetupError(f"{path} is not of this version of async_grpo")
-    return facts
+    return of_now(facts)
+
+
+def of_now(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a status.json says, maybe one of before, under the names of now."""
+    metrics = {metric(name): value for name, value in facts.get("metrics", {}).items()}
+    return {"bottleneck": facts.pop("verdict", None), **facts, "metrics": metrics}
 
 
 def condition(facts: dict[str, Any], *, now: float) -> Condition:

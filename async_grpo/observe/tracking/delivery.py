@@ -17,6 +17,7 @@ from typing import Any
 from async_grpo.observe.tracking.outbox import METRICS, Outbox, TrackedRun
 from async_grpo.observe.tracking.shown import shown
 from async_grpo.observe.tracking.sink import Gone, Point, Refused, TrackerSink
+from async_grpo.old_names import metric
 from async_grpo.runtime.text import one_line
 
 EVERY = "tracking.metrics"
@@ -148,9 +149,9 @@ class Delivery:
         try:
             row = json.loads(line)
             step, when = row.pop("step"), round(row.pop("time") * 1000)
-            values = {key: float(value) for key, value in row.items() if value is not None}
+            values = {metric(key): float(value) for key, value in row.items() if value is not None}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")
+            self._refuse(f"a line of {METRICS} holds no metrics: {one_line(error)}")
             return []
         names = {key: shown(key, value, every=every) for key, value in values.items()}
         return [Point(name, values[key], when, step) for key, name in names.items() if name]

@@ -230,8 +230,8 @@ def check_server(config: Config) -> None:
             )
     if scheme == "sqlite" and not folder.is_dir():
         raise TrackingError(
-            f"`tracking.uri` is a SQLite file in {folder}, which is no directory: make it, or "
-            "choose another place"
+            f"`tracking.uri` is a SQLite file in {folder}, which is no directory: create it, or "
+            "choose another one"
         )
     if uri.scheme not in ("http", "https"):
         return

@@ -221,7 +221,7 @@ class Outbox:
     def waiting(self, *runs: TrackedRun) -> list[str]:
         """Name what the tracker does not have of these runs."""
         rows = sum(map(self._rows, runs))
-        names = [f"{rows} rows of {METRICS}"] if rows else []
+        names = [f"{rows} lines of {METRICS}"] if rows else []
         for run in runs:
             names += [] if run.told == run.tagged == run.asked else ["status or tags"]
             names += [] if run.described else ["parameters"]

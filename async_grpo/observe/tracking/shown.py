@@ -30,10 +30,10 @@ _MAIN = re.compile(
     r"eval/(?!problems|tokens|seconds).*"
     r"|rollout/.*"  # but for the details below
     rf"|train/(loss|grad_norm|lr|padding|tokens_per_s|{CHARTS})"
-    rf"|train/lag_[\d+-]+/(score|{CHARTS_PER_LAG})"
-    r"|time/(step|wait|train|publish|learner_idle|(learner|engine)/(?!restarting).*)"
+    rf"|train/staleness_[\d+-]+/(score|{CHARTS_PER_LAG})"
+    r"|time/(step|wait|train|weight_sync|learner_idle|(learner|engine)/(?!restarting).*)"
     r"|goodput/(share|trained|generated)"
-    r"|replay/(ready|in_flight|lag_mean|lag_max|slowest_tenth)"
+    r"|replay/(ready|in_flight|staleness_mean|staleness_max|slowest_tenth)"
     r"|weights/(until_live_s|learner_waited_s|sampler_error|kv_cache_error|drift)"
     r"|cluster/rollout_actors|checkpoint/seconds|plan/.*"
 )
@@ -49,8 +49,8 @@ _COUNTED = re.compile(
 )
 _DETAILS = re.compile(
     r"rollout/(response_length_max|response_tokens|reward_missing/.*|forks/.*|requests/.*"
-    r"|turns_unread|masked_rows|advantage(_std|_abs_max)?|score_abs_max|versions_per_row"
-    r"|mixed_version_rows|baseline_tokens|first_token_s|generate_s|longest_group_s|verifier_s"
+    r"|turns_unread|masked_responses|advantage(_std|_abs_max)?|score_abs_max|versions_per_response"
+    r"|mixed_version_responses|baseline_tokens|first_token_s|generate_s|longest_group_s|verifier_s"
     r"|verify_s)"
 )
 """What measures of rollouts MLflow leaves out; another one is shown without an entry here."""

@@ -224,7 +224,7 @@ class Tracker:
         """Where the tracker's run is and how it fares, for a person; None with MLflow off."""
         if not self._tracking.mlflow:
             return None
-        trouble = f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
+        trouble = f"; {self.errors} calls failed, {self.unsent} lines wait" if self.errors else ""
         return self._where() + trouble
 
     def conclude(self, status: Status) -> None:
@@ -263,8 +263,8 @@ class Tracker:
             except OSError as error:
                 if not self._full:
                     self._note(
-                        f"{file.path} cannot be written ({error.strerror}); training goes "
-                        "on, and the rows follow when there is room"
+                        f"{file.path} cannot be written ({error.strerror}); training "
+                        "continues, and the lines follow when there is room"
                     )
                 self._full = True
         self._wake.set()

@@ -5,7 +5,7 @@ delivers them between learner steps, in the thread that drives it, in the order 
 happened. So a callback may call the trainer (`save`, `evaluate`, `finish`, `request_stop`), and
 what it does takes time from training. A step's own event comes last of what happened in it.
 
-Invariants: no event is delivered while a learner step, a publication or a checkpoint is made by the
+Invariants: no event is delivered while a learner step, a weight sync or a checkpoint is made by the
 same thread; an error in a callback ends the run with the callback's name, or is counted.
 """
 
@@ -36,13 +36,19 @@ class Callback:
     In Python: `Trainer(config, callbacks=[...])`.
     """
 
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "on_publication"):
+            raise TypeError(
+                f"{cls.__name__}.on_publication is called on_weight_sync now: rename it"
+            )
+
     def on_start(self, trainer: Trainer) -> None:
         """Act once the processes of the run serve, before the first learner step."""
 
     def on_step(self, trainer: Trainer, result: dict[str, Any]) -> None:
         """Act after a learner step. result: as `Trainer.steps` gives it, but for `done`."""
 
-    def on_publication(self, trainer: Trainer, version: int, seconds: float) -> None:
+    def on_weight_sync(self, trainer: Trainer, version: int, seconds: float) -> None:
         """Act once a version of the weights is live, `seconds` after it was staged."""
 
     def on_evaluation(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
@@ -52,10 +58,10 @@ class Callback:
         """Act once a checkpoint is complete."""
 
     def on_restore(self, trainer: Trainer, step: int) -> None:
-        """Act once the run went back to the checkpoint of an earlier step."""
+        """Act once the run was rolled back to the checkpoint of an earlier step."""
 
     def on_fault(self, trainer: Trainer, text: str) -> None:
-        """Act after a process died, or a checkpoint failed, and the run goes on. text: a line."""
+        """Act after a process died, or a checkpoint failed, and the run continues. text: a line."""
 
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Act when the run ends, before its processes do. status: FINISHED, FAILED or KILLED."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
+from async_grpo import old_names
 from async_grpo.run.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class EarlyStopping(Callback):
             raise ValueError(f"min_delta is {min_delta!r}; it is a finite number, at least 0")
         if target is not None and not _is_number(target):
             raise ValueError(f"target is {target!r}; it is a finite number, or null")
+        if (now := old_names.metric(metric)) != metric:
+            raise ValueError(f"metric {metric} is called {now} now")
         self._metric, self._target = metric, target
         self._sign = 1.0 if mode == "max" else -1.0
         self._patience, self._min_delta = patience, min_delta
@@ -71,7 +74,7 @@ class EarlyStopping(Callback):
         self._look(trainer, step, metrics)
 
     def on_restore(self, trainer: Trainer, step: int) -> None:
-        """Begin anew: what was seen after `step` is taken back."""
+        """Begin anew: what was seen after `step` is rolled back."""
         self._best, self._worse = -math.inf, 0
 
     def _look(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:

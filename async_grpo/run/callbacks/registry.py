@@ -45,8 +45,8 @@ def _make(name: str, arguments: Mapping[str, Any]) -> Callback:
     module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
     if not (module_name and colon and class_name):
         raise SetupError(
-            f"`run.callbacks`: there is no callback {name}; use {' or '.join(BUILT_IN)}, or your "
-            "own as package.module:Class"
+            f"`run.callbacks`: there is no callback {name}; use {' or '.join(BUILT_IN)}, or a "
+            "custom one as package.module:Class"
         )
     try:
         kind = getattr(importlib.import_module(module_name), class_name)

@@ -62,7 +62,7 @@ def find_checkpoint(
         raise SetupError(
             f"{found} is of step {step}, the run ends at step {total_steps}; raise run.total_steps"
         )
-    return found, [f"{error}; the run goes on from {found}" for error in damaged]
+    return found, [f"{error}; the run continues from {found}" for error in damaged]
 
 
 def _without_checkpoint(config: Config, damaged: list[str], data: str) -> list[str]:
@@ -81,7 +81,7 @@ def _without_checkpoint(config: Config, damaged: list[str], data: str) -> list[s
             f"the run cannot go on from where it was: {'; '.join([*damaged, why])}. Bring the "
             "files back, or begin anew: checkpoint.resume=never, or another run.dir"
         )
-    return [f"{error}; the run goes on from its journal" for error in damaged]
+    return [f"{error}; the run continues from its journal" for error in damaged]
 
 
 def changes(config: Config, found: Path | None) -> Changes:

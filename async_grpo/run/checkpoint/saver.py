@@ -122,7 +122,7 @@ class Saver:
         done, _ = await asyncio.wait({task}, timeout=patience_s)
         if not done:
             raise Stalled(
-                f"a checkpoint was not brought to the disk within {patience_s:g} s; {self._best()}"
+                f"a checkpoint was not written to the disk within {patience_s:g} s; {self._best()}"
             )
         self._sealing = None
         task.result()

@@ -38,11 +38,11 @@ ENGINE_ANSWER_S = 600.0
 ANSWERS = f"{WarmStart().cache_dir}/engines"
 """Where answers are kept."""
 _ROWS = (
-    "goes through its own forward pass in padded rows, so that a prompt is computed once for every "
-    "response: with these lengths up to {:.2g} times the tokens"
+    "is computed by its own forward pass in padded sequences, so that a prompt is computed once "
+    "for every response: with these lengths up to {:.2g} times the tokens"
 )
 _LOGITS = (
-    "has attention that no kernel computes, so that memory grows with the square of a row's length"
+    "has attention that no kernel computes: memory grows with the square of the sequence length"
 )
 _SIZES = re.compile(
     r"^(_.*|dtype|torch_dtype|transformers_version|use_cache|layer_types|vocab_size|hidden_size"
@@ -84,7 +84,7 @@ def _check_known(config: Config, model: str) -> None:
         return
     if code:
         raise SetupError(
-            f"`model.path` is {model}, whose config.json names Python code of its own ({code}): "
+            f"`model.path` is {model}, whose config.json names custom Python code ({code}): "
             "read it, and if you trust it set `model.trust_remote_code` to true"
         )
     raise SetupError(

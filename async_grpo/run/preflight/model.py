@@ -119,9 +119,9 @@ def rate_notes(config: Config) -> Iterator[str]:
     bound = config.replay.max_staleness
     if bound >= LARGE_LAG and config.learner.schedule == "constant":
         yield (
-            f"note: replay.max_staleness is {bound} and learner.schedule is constant: what is "
-            "learnt from data so old swings to the end of the run; set learner.schedule: linear "
-            "(the recipe large_lag, docs/concepts.md), or settle where the end is not known"
+            f"note: replay.max_staleness is {bound} and learner.schedule is constant: with data "
+            "so stale the policy oscillates to the end of the run; set learner.schedule: linear "
+            "(the recipe large_staleness, docs/concepts.md), or settle where the end is not known"
         )
 
 
@@ -155,8 +155,8 @@ def check_fit(
         isinstance(problem.prompt, str) for problem in sample.values()
     ):
         yield (
-            f"note: {model} has a chat template, and the prompts of task {config.task.name} are "
-            "plain texts, which go to it as they are: lists of messages are rendered by it"
+            f"note: {model} has a chat template, but the prompts of task {config.task.name} "
+            "are plain text: the template is applied to lists of messages only"
         )
     yield from _check_answers(config, list(sample.values()), tokenizer)
     _check_trained(config, model)
@@ -196,15 +196,14 @@ def _check_episodes(config: Config, task: Task) -> None:
     if config.checkpoint.partial_rollouts and not stays:
         raise SetupError(
             "`checkpoint.partial_rollouts` is true, but the environment of task "
-            f"{config.task.name} does not say that it can be put back to where it was "
-            "(`replayable = True`: the same actions lead to the same answers); set it to false, "
-            "and groups under way are generated again after a resume"
+            f"{config.task.name} is not marked `replayable = True` (the same actions lead to the "
+            "same answers). Set it to false; then a resume generates groups under way again"
         )
     tools = played.tools if isinstance(played, TaskWithTools) else []
     if tools and len(task) and isinstance(task.train(0).prompt, str):
         raise SetupError(
             f"there are tools ({', '.join(tool['function']['name'] for tool in tools)}), but task "
-            f"{config.task.name} poses text, in which nothing would describe them: let it pose "
+            f"{config.task.name} has plain-text prompts, which cannot describe them: use "
             "chat messages (for built-in tasks task.options.style=chat)"
         )
 
@@ -265,7 +264,7 @@ def _check_weights(model: Path) -> Iterator[str]:
             with open(file, "rb") as opened:
                 pointer = opened.read(len(_LFS)) == _LFS
             what = (
-                f"a pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}"
+                f"a pointer of Git LFS instead of the weights: run `git lfs pull` in {model}"
                 if pointer
                 else f"no whole file of weights ({_one_line(error)}): fetch it again"
             )
@@ -347,7 +346,7 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
     except Exception as error:
         raise SetupError(
             f"the tokenizer of {model} cannot be loaded: {_one_line(error)}; a model needs "
-            "its tokenizer beside it"
+            "its tokenizer in the same directory"
         ) from error
 
 
@@ -360,8 +359,8 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
         if isinstance(limit, int) and config.rollout.longest_row > limit:
             raise SetupError(
                 f"{config.rollout.longest_row_in_words} tokens, but {model} has {key} {limit} and "
-                f"rope type {kind}: behind that, engine and learner would compute short rows with "
-                "different positions. Make them shorter, or train another model"
+                f"rope type {kind}: behind that, engine and learner would compute short sequences "
+                "with different positions. Make them shorter, or train another model"
             )
         return
     limit = _limit(architecture)

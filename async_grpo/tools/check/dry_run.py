@@ -239,14 +239,14 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
         + ("; fewer if the learner needs fewer" if replay.outstanding == "auto" else ""),
     )
     yield (
-        "worst lag",
+        "most stale",
         f"max_staleness = {counted(staleness, 'learner step')}, (max_staleness + 1) x "
         f"updates per step - 1 = {counted(config.max_lag_updates, 'optimizer update')}"
         + ("; older tokens get weight 0" if replay.on_stale == "mask" else ""),
     )
     every = config.weight_sync.every_steps
     yield (
-        "publications",
+        "weight sync",
         f"every {every} learner steps" if every > 1 else "after every learner step",
     )
 
@@ -258,7 +258,7 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
         yield (
             "expected",
             "not known: no run of this model and task was measured here; after 30 steps of one, "
-            "async-grpo predict CONFIG --from RUN_DIR tells",
+            "use async-grpo predict CONFIG --from RUN_DIR",
         )
         return
     record = json.loads(beside.read_text(encoding="utf-8"))
@@ -289,7 +289,7 @@ def _memory(
         chosen = "  <- learner.zero_stage" if stage == config.learner.zero_stage else ""
         more = [
             (need.reference, "reference"),
-            (need.publication, "publication"),
+            (need.publication, "weight sync"),
             (need.context, "CUDA and NCCL about"),
         ]
         rest = "".join(f", {what} {size_text(count)}" for count, what in more if count)
@@ -316,7 +316,7 @@ def _memory(
         ),
     )
     yield (
-        "publication",
+        "weight sync",
         f"{size_text(shape.parameters * element_bytes(config, device))} to every engine",
     )
 

@@ -59,7 +59,7 @@ def rows(config: Config, found: dict[str, float]) -> list[tuple[str, str]]:
             label = name.removeprefix("eval/").replace("_at_", "@").replace("_", ", ")
             said.append((label, f"{found[name]:.1%} (95 % interval {low:.1%} to {high:.1%})"))
     if not said:
-        said.append(("accuracy", "none: the task gives no verdicts"))
+        said.append(("accuracy", "none: the task judges no response correct or wrong"))
     errors = found["eval/errors"]
     said.append(("held-out problems", f"{found['eval/problems']:,.0f} of task {config.task.name}"))
     said.append(("response length", f"{found['eval/response_length']:.1f} tokens, greedy"))

@@ -19,10 +19,10 @@ from async_grpo.errors import RunError, SetupError
 from async_grpo.replay.ledger import State
 
 DESCRIPTION = (
-    "Look into a run's replay queue, while it goes on or afterwards. The reward is weighted by "
+    "Look into a run's replay queue, during the run or afterwards. The reward is weighted by "
     "task.rewards of the run's config.yaml; without weights there, it is the first component."
 )
-SORT_KEYS = ("id", "reward", "length", "lag", "seconds")
+SORT_KEYS = ("id", "reward", "length", "staleness", "seconds")
 LIMIT = 20
 """Groups that are listed without --limit."""
 
@@ -97,9 +97,9 @@ def _contradiction(options: Namespace) -> str | None:
     alone = "--ledger" if options.ledger else "--group" if options.group is not None else None
     if options.ledger and (options.group is not None or options.text):
         other = "--text" if options.group is None else "--group"
-        return f"--ledger prints no groups, so {other} has no place beside it"
+        return f"--ledger prints no groups, so {other} cannot be combined with it"
     if alone and (options.limit != LIMIT or selection_of(options) != Selection()):
-        return f"options that choose or sort groups have no place beside {alone}"
+        return f"options that choose or sort groups cannot be combined with {alone}"
     low, high = options.min_reward, options.max_reward
     if low is not None and high is not None and low > high:
         return f"no reward is at least {low:g} (--min-reward) and at most {high:g} (--max-reward)"

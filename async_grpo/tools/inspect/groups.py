@@ -25,11 +25,12 @@ Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
 RewardWeights = Mapping[str, float]
 """Component -> its weight; without any, the first component is the reward."""
+STALENESS = ("staleness_min", "staleness_max")
 SORT_KEYS = {
     "id": "group_id",
     "reward": "reward",
     "length": "length_mean",
-    "lag": "lag_max",
+    "staleness": "staleness_max",
     "seconds": "seconds",
 }
 REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
@@ -136,7 +137,7 @@ def group_facts(history: History, record: GroupRecord, weights: RewardWeights) -
         "versions": [],
         "rewards": {},
         "responses": 0,
-        **dict.fromkeys(("lag_min", "lag_max", "reward", "verdict", "truncated", "seconds")),
+        **dict.fromkeys((*STALENESS, "reward", "accuracy", "truncated", "seconds")),
         **dict.fromkeys(("length_min", "length_mean", "length_max", "finished_at")),
         "actor": record.actor_id,
         "reason": _reason(record),
@@ -209,14 +210,14 @@ def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Fact
     verdicts = [row.verdict for row in rows if row.verdict is not None]
     return {
         "versions": versions,
-        "lag_min": step - 1 - versions[-1] if step else None,
-        "lag_max": step - 1 - versions[0] if step else None,
+        "staleness_min": step - 1 - versions[-1] if step else None,
+        "staleness_max": step - 1 - versions[0] if step else None,
         "reward": fmean([reward(row.rewards, weights) for row in rows]),
         "rewards": {
             name: fmean([row.rewards[name] for row in rows if name in row.rewards])
             for name in dict.fromkeys(name for row in rows for name in row.rewards)
         },
-        "verdict": fmean(verdicts) if verdicts else None,
+        "accuracy": fmean(verdicts) if verdicts else None,
         "responses": len(rows),
         "length_min": min(lengths),
         "length_mean": fmean(lengths),
@@ -330,7 +331,7 @@ _GONE_BECAUSE: dict[Unlisted, str] = {
 _UNLISTED_BECAUSE: dict[Unlisted, str] = {
     "deleted": "their segments were deleted at checkpoints (normal)",
     "missing": "a segment of the journal that no checkpoint deleted is missing",
-    "damaged": "what the journal told of them is damaged",
+    "damaged": "the journal is damaged where it describes them",
     "before": "they are from before this journal began",
 }
 
@@ -416,7 +417,7 @@ def columns_of(groups: Sequence[Facts]) -> list[Column]:
 def _cells(facts: Facts, components: Sequence[str]) -> list[tuple[str, str]]:
     """Write the header and the text of every column of a group; components: of the reward."""
     attempt, ticket, versions = facts["attempt"], facts["ticket_version"], facts["versions"]
-    verdict, truncated = facts["verdict"], facts["truncated"]
+    accuracy, truncated = facts["accuracy"], facts["truncated"]
     return [
         ("group", str(facts["group_id"])),
         ("attempt", str(attempt) if attempt > 1 else ""),
@@ -424,9 +425,9 @@ def _cells(facts: Facts, components: Sequence[str]) -> list[tuple[str, str]]:
         ("step", str(facts["step"] or "")),
         ("ticket", "" if ticket is None else f"v{ticket}"),
         ("sampled", f"v{_range(versions[0], versions[-1])}" if versions else ""),
-        ("lag", _range(facts["lag_min"], facts["lag_max"])),
+        ("staleness", _range(*(facts[name] for name in STALENESS))),
         *((name, _number(facts["rewards"].get(name))) for name in components),
-        ("verdict", "" if verdict is None else f"{verdict:.0%}"),
+        ("accuracy", "" if accuracy is None else f"{accuracy:.0%}"),
         ("tokens", _tokens(facts)),
         ("truncated", f"{truncated} of {facts['responses']}" if truncated else ""),
         ("seconds", _number(facts["seconds"])),

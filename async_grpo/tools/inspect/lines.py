@@ -51,7 +51,7 @@ PLAIN_WIDTH = 100_000
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SNIPPET = 60
 """Characters of a prompt or response in the table."""
-LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
+LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "accuracy")
 """Columns that a narrow terminal does without, the first one first."""
 LONG = ("prompt", "best response", "reason")
 """Columns that may be folded."""
@@ -291,7 +291,7 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
         {
             "role": row.role,
             "rewards": row.rewards,
-            "verdict": row.verdict,
+            "correct": row.verdict,
             "finish_reason": row.finish_reason,
             "versions": [[span.policy_version, span.start, span.end] for span in row.versions],
             "response_ids": row.response_ids.tolist(),
@@ -319,9 +319,9 @@ def _row_line(row: Row) -> str:
     if len(row.versions) > 1:
         parts = [f"v{span.policy_version} [{span.start}, {span.end})" for span in row.versions]
         spans = ", ".join(parts)
-    verdict = "" if row.verdict is None else f", verdict {row.verdict:g}"
+    judged = "" if row.verdict is None else f", judged {'correct' if row.verdict else 'wrong'}"
     baseline = "baseline, " if row.role == "baseline" else ""
     return (
-        f"{baseline}{rewards}{verdict}, {len(row.behavior_logprobs)} tokens by {spans}, "
+        f"{baseline}{rewards}{judged}, {len(row.behavior_logprobs)} tokens by {spans}, "
         f"{on_one_line(row.finish_reason)}"
     )

@@ -40,7 +40,7 @@ def _rejected(value: Any, source: Source) -> Outcome:
     if value is None:
         return "off"
     if _anchor(source) == "behavior":
-        return "with the sampler's log-probs as anchor there is nothing to weigh"
+        return "with the sampler's policy as proximal policy there is nothing to weigh"
     if of("metric", "ratio") != "ratio":
         return "other scores of the ratio are rules of `algorithm.rejection`"
     levels = {"token": "token", "mean": "geometric", "sum": "sequence"}
@@ -88,7 +88,7 @@ def _advantages(value: Any, source: Source) -> Outcome:
             return "leave-one-out means are of groups, without a deviation here (rloo)"
         return {"algorithm.adv_estimator": "rloo"}, note
     if levels not in _NORMS:
-        return f"mean {mean} with deviation {deviation} is not here: grpo is in its place"
+        return f"mean {mean} with deviation {deviation} is not here: grpo is used instead"
     return _NORMS[levels], note
 
 

@@ -29,8 +29,8 @@ _PROCESSES = ("num_processes", "nproc_per_node", "nnodes")
 """Options of accelerate and torchrun that sizes per process are multiplied by."""
 _STARTED = re.compile(r"\w+(\.\w+)+|.*\.py")
 """A module or a script, and no name in the command of something else."""
-_OTHER = "it has no more options than the one that is read; give it a file of its own"
-_BESIDE = "beside the options"
+_OTHER = "it has no more options than the one that is read; give it a separate file"
+_BESIDE = "next to the options"
 """Stands for the key of a word that has none."""
 _UNKNOWN = "what this word means there is not known"
 

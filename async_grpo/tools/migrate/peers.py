@@ -32,7 +32,7 @@ def recognise(source: Source, option: str = "") -> Peer:
         return PEER_TABLES[option]
     ours = {name for name, one in settings().items() if one.section and "." not in name}
     if {key.partition(".")[0] for key in source.given} <= ours | {"seed"}:
-        raise SetupError(f"{source.name} has our own sections: run it as it is.")
+        raise SetupError(f"{source.name} has sections of async_grpo: run it as it is.")
     marks = {name: peer.marks(source) for name, peer in PEER_TABLES.items()}
     best = max(marks.values())
     found = [name for name, count in marks.items() if count == best]

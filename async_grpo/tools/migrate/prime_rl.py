@@ -46,7 +46,7 @@ def _devices(value: Any, source: Source) -> Outcome:
 def _share(value: Any, source: Source) -> Outcome:
     bound = max(1, math.ceil(number(value)))
     return (
-        "what is under way there, as a factor of the batch: `replay.outstanding` settles by "
+        "what is under way there, as a factor of the batch: `replay.outstanding` adapts by "
         f"itself, near {bound} batches"
     )
 
@@ -68,7 +68,7 @@ loss.dppo_mask_high=algorithm.policy_loss.dppo.high
     rule.none("inference.model.*", "the engine has the learner's model"),
     # ---- orchestrator
     rule.by("orchestrator.batch_size ^batch_size", _batch),
-    rule.same("max_off_policy_steps", note="(step - 1) - version, as the lag is here"),
+    rule.same("max_off_policy_steps", note="(step - 1) - version, as staleness is here"),
     rule.same("max_async_level async_level", note="a strict bound per token here").unless(
         rule.given("max_off_policy_steps"), "max_off_policy_steps is the bound that is kept"),
     rule.by("oversampling_factor", _share),

@@ -64,8 +64,8 @@ def _mini_batch(value: Any, source: Source) -> Outcome:
         "learner.ppo_mini_batch_size": min(groups_of(rows, size), batch),
         "learner.tokens_per_micro_batch": whole(value) * sum(_lengths(source)),
     }, (
-        f"{whole(value)} rows x {accumulated:g} accumulated x {ranks} ranks = {rows:g} rows, over "
-        f"{size:g} responses per prompt"
+        f"{whole(value)} sequences x {accumulated:g} accumulated x {ranks} ranks = {rows:g} "
+        f"sequences, over {size:g} responses per prompt"
     )
 
 
@@ -127,7 +127,7 @@ def _estimator(value: Any, source: Source) -> Outcome:
         return found, "normalised by group, then clipped or paid for its KL, then returns"
     if name in ("grpo", "reinforce"):
         return {"algorithm.adv_estimator": name}
-    return rule.NO_CRITIC.removeprefix("- ") if name == "gae" else "not here: grpo is in its place"
+    return rule.NO_CRITIC.removeprefix("- ") if name == "gae" else "not here: grpo is used instead"
 
 
 def _clipped(value: Any, source: Source) -> Outcome:
@@ -235,7 +235,7 @@ actor_infer.*.gpu_memory_utilization
         "the correction is off"),
     rule.same("^use_kl_loss").unless(_no_kl, "kl_loss_coef is 0, which is off"),
     rule.same("^kl_loss_coef", note="of k3").unless(_no_kl, "0 is off"),
-    rule.same("^loss_agg_mode", note="S counts rows with tokens in the loss here"),
+    rule.same("^loss_agg_mode", note="S counts sequences with tokens in the loss here"),
     # ---- actor_train
     *rule.adapters("actor_train.model_args.lora_rank", "actor_train.model_args.lora_alpha",
                    "actor_train.model_args.lora_target"),
@@ -300,7 +300,7 @@ def _implied(source: Source) -> Iterator[tuple[Settings, str]]:
         yield {"rollout.temperature": 0.95, "rollout.top_p": 0.7, "rollout.top_k": 50}, own
     if not source.has(f"{_TRAINING}.per_device_train_batch_size"):
         sizes, _ = rule.by("", _mini_batch).outcome(8, source)
-        yield sizes, f"{own}: 8 rows of a device"
+        yield sizes, f"{own}: 8 sequences of a device"
     if not source.has("adv_estimator"):
         yield {"algorithm.adv_estimator": "grpo"}, f"{own} is gae, which needs a critic"
     if source.on("add_token_level_kl"):

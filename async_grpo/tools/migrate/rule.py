@@ -238,7 +238,7 @@ def home(key: str) -> str:
     known = settings().items()
     found = [name for name, one in known if name.rpartition(".")[2] == leaf and not one.section]
     if leaf not in PEERS and len(found) != 1:
-        raise LookupError(f"{key} has no home of its own: name the setting")
+        raise LookupError(f"{key} has no single equivalent: name the setting")
     return PEERS.get(leaf) or found[0]
 
 
@@ -312,7 +312,7 @@ SUMMED = (
     "in the reward of every token; estimators that compare groups sum it up before their baseline "
     "here"
 )
-NO_CRITIC = "- it needs a critic, and there is none here: grpo is in its place"
+NO_CRITIC = "- it needs a critic, and there is none here: grpo is used instead"
 COMPONENTS: Settings = {
     "algorithm.adv_estimator": "raw", "algorithm.whiten_advantages": True,
     "task.rewards_norm": "group",
@@ -380,12 +380,12 @@ def betas(first: str, second: str) -> KeyRule:
 
 
 def rows(keys: str, longest: Callable[[Source], float]) -> KeyRule:
-    """Take a micro-batch in rows as so many tokens of the longest row."""
+    """Take a micro-batch in rows as so many tokens of the longest sequence."""
 
     def convert(value: Any, source: Source) -> Outcome:
         row = longest(source)
         found = {"learner.tokens_per_micro_batch": int(whole(value) * row)}
-        return found, f"rows there, tokens here: x {row:g}, the longest row"
+        return found, f"sequences there, tokens here: x {row:g}, the longest sequence"
 
     return by(keys, convert)
 

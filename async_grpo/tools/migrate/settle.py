@@ -108,7 +108,7 @@ def _fit(draft: Draft) -> None:
         note = f"{mini} does not divide the batch of {batch} groups"
         draft.change(_MINI, max(size for size in sizes if batch % size == 0), note)
     if 0 < tokens < sum(lengths) < 2**40:
-        draft.change(_TOKENS, sum(lengths), f"raised to the longest row, {sum(lengths)} tokens")
+        draft.change(_TOKENS, sum(lengths), f"the longest sequence has {sum(lengths)} tokens")
     if every > stale + 1:
         draft.change(_EVERY, stale + 1, f"at most `{_STALE}` + 1 here, not {every}")
 

@@ -47,14 +47,14 @@ def _groups(source: Source) -> Settings:
 
 
 def _per_prompt(source: Source) -> str:
-    return f"rows / {source.number('num_generations', 8):g} responses per prompt"
+    return f"sequences / {source.number('num_generations', 8):g} responses per prompt"
 
 
 def _rows(value: Any, source: Source) -> Outcome:
     row = source.number("max_prompt_length", 512) + source.number("max_completion_length", 256)
     return {**_groups(source), "learner.tokens_per_micro_batch": int(whole(value) * row)}, (
-        f"rows of each of {_processes(source):g} processes there (times their number: accelerate "
-        "knows it); here groups of all, and tokens"
+        f"sequences of each of {_processes(source):g} processes there (times their number: "
+        "accelerate knows it); here groups of all, and tokens"
     )
 
 
@@ -100,7 +100,7 @@ _LOSSES = {
 
 def _loss(value: Any, source: Source) -> Outcome:
     if str(value) not in _LOSSES:
-        return f"there is no loss `{value}` here; ppo_clip is in its place"
+        return f"there is no loss `{value}` here; ppo_clip is used instead"
     loss, mode, note = _LOSSES[str(value)]
     found: dict[str, Any] = {"algorithm.loss_agg_mode": mode}
     if loss != "ppo_clip" or source.find("importance_sampling_level") != "sequence":

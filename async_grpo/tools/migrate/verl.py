@@ -38,13 +38,13 @@ def _staleness(value: Any, source: Source) -> Outcome:
     bound = math.ceil((1 + number(value)) * period) - 1
     return {"replay.max_staleness": max(0, bound)}, (
         f"a share of samples there: (1 + {number(value):g}) x {period:g} batches between two "
-        "publications are at most that old; a strict bound per token here"
+        "weight syncs are at most that old; a strict bound per token here"
     )
 
 
 def _clip_ratio(value: Any, source: Source) -> Outcome:
     low, high = (source.find(f"actor.clip_ratio_{side}", 0.2) for side in ("low", "high"))
-    return f"verl does not read it beside clip_ratio_low and clip_ratio_high, here {low} and {high}"
+    return f"verl does not read it with clip_ratio_low and clip_ratio_high, here {low} and {high}"
 
 
 def _kl_loss(value: Any, source: Source) -> Outcome:
@@ -255,7 +255,7 @@ ppo_kl_coef
     rule.rows("actor.ppo_micro_batch_size_per_gpu actor.ppo_micro_batch_size", _row)
         .unless(rule.on("actor.use_dynamic_bsz"), "with use_dynamic_bsz verl counts tokens"),
     rule.same("actor.ppo_max_token_len_per_gpu")
-        .when(rule.on("actor.use_dynamic_bsz"), "without use_dynamic_bsz verl counts rows"),
+        .when(rule.on("actor.use_dynamic_bsz"), "without use_dynamic_bsz verl counts sequences"),
     rule.by("actor.clip_ratio", _clip_ratio),
     rule.by("policy_loss.loss_mode", _dppo),
     rule.same("actor.loss_agg_mode", note="divided by global counts here"),
@@ -270,7 +270,7 @@ ppo_kl_coef
     rule.words("actor.strategy", "learner.zero_stage", {
         "fsdp": 3, "fsdp2": 3, "megatron": "- DeepSpeed shards here, by `learner.zero_stage`",
     }, "FSDP shards parameters, as ZeRO-3 does; a lower stage is faster where they fit"),
-    rule.same("rollout.val_kwargs.n", "evaluation.n", "beside the greedy one here")
+    rule.same("rollout.val_kwargs.n", "evaluation.n", "besides the greedy one here")
         .when(rule.on("val_kwargs.do_sample"), "without do_sample evaluations are greedy"),
     rule.by("rollout.val_kwargs.do_sample", lambda value, source: (
         "evaluations here give greedy and sampled accuracy" if boolean(value)
@@ -282,7 +282,7 @@ ppo_kl_coef
         {_BATCH: int(source.number("actor.ppo_mini_batch_size") * whole(value))},
         "ppo_mini_batch_size x require_batches, in groups")),
     rule.to("sampler.max_off_policy_threshold", "replay.max_staleness",
-            lambda value: max(0, whole(value) - 1), "an age of 1 there is a lag of 0 here"),
+            lambda value: max(0, whole(value) - 1), "an age of 1 there is a staleness of 0 here"),
     rule.words("sampler.max_off_policy_strategy", "replay.on_stale",
                {"drop": "expire", "wait": "wait"}),
     rule.same("trainer.total_epochs ^total_epochs")

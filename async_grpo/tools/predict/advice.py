@@ -104,7 +104,7 @@ def _fresher(work: Workload, now: Prediction) -> Advised | None:
         found = predict(work.with_settings({"replay.max_staleness": bound}))
         if found.groups_per_s < (1 - LOSES) * now.groups_per_s:
             break
-        if found.lag_mean <= now.lag_mean - LESS_LAG:
+        if found.staleness_mean <= now.staleness_mean - LESS_LAG:
             best = Advised("replay.max_staleness", str(bound), found)
     return best
 
@@ -118,7 +118,8 @@ def said(change: Advised, now: Prediction) -> str:
     factor, found = change.prediction.groups_per_s / now.groups_per_s, change.prediction
     needs = f" ({change.needs})" if change.needs else ""
     if math.isclose(factor, 1, abs_tol=LOSES):
-        brings = f"as much throughput, lag {found.lag_mean:.1f} instead of {now.lag_mean:.1f}"
+        before = f"instead of {now.staleness_mean:.1f}"
+        brings = f"as much throughput, staleness {found.staleness_mean:.1f} {before}"
     else:
         brings = f"{factor:.2f} times the throughput, learner idle {found.idle:.0%}"
     return f"{change.setting}: {change.value}{needs}: {brings}"
@@ -132,7 +133,7 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
         beside = next(measured_beside(config, Path(config.run.dir)), None)
         if beside is None:
             raise SetupError(
-                "no run of this model and task was measured on this machine beside "
+                "no run of this model and task was measured on this machine next to "
                 f"{config.run.dir}: train 30 steps (async-grpo train CONFIG "
                 "run.total_steps=30), then predict with --from RUN_DIR"
             )
@@ -161,7 +162,7 @@ def show(work: Workload, path: Path) -> None:
     outstanding = "auto" if work.outstanding is None else str(work.outstanding)
     rows = [("measured in", str(path)), ("expected", describe(now))]
     rows += [
-        ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} places taken"),
+        ("engines", f"{now.taken:.0%} of {work.actors} x {work.places} slots taken"),
         (
             "outstanding",
             f"replay.outstanding {outstanding}: {now.outstanding:.0f} of {work.capacity} groups in "

@@ -16,7 +16,7 @@ DESCRIPTION = "Predict throughput, learner idle and staleness of a run, from a m
 def arguments(parser: Parser) -> None:
     """Take a configuration, and what it is predicted from."""
     parser.config()
-    source = "a run of the same model and task, of 30 steps or more; else the newest beside run.dir"
+    source = "a run of this model and task, of 30 steps or more; else the newest next to run.dir"
     parser.add_argument("--from", dest="source", metavar=RUN, type=Path, help=source)
     actors = "rollout actors, instead of the run's own"
     parser.add_argument("--actors", metavar="N", type=_positive, help=actors)

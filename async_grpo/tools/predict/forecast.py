@@ -30,7 +30,7 @@ PROBE, EVERY = 20, 100
 """Steps until a prediction without another run, and between two writes."""
 WARM = 3
 """Steps left out beside one for each batch that is generated under the first weights."""
-SHOWN = ("groups_per_s", "tokens_per_s", "idle", "lag_mean", "masked")
+SHOWN = ("groups_per_s", "tokens_per_s", "idle", "staleness_mean", "masked")
 QUICK = 12
 """Steps of the rehearsals that a verdict compares."""
 
@@ -40,8 +40,8 @@ def describe(found: Prediction) -> str:
     masked = f", {found.masked:.0%} of the tokens too old" if found.masked >= 0.005 else ""
     return (
         f"{found.tokens_per_s:,.0f} response tokens/s, {found.step_s:.2g} s a learner step, "
-        f"learner idle {found.idle:.0%}, lag {found.lag_mean:.1f} on average and "
-        f"{found.lag_worst:.0f} at most{masked}"
+        f"learner idle {found.idle:.0%}, staleness {found.staleness_mean:.1f} on average and "
+        f"{found.staleness_max:.0f} at most{masked}"
     )
 
 
@@ -188,7 +188,7 @@ class Forecast:
             "groups_per_s": meter.groups_per_s,
             "tokens_per_s": time.tokens_per_s,
             "idle": time.idle,
-            "lag_mean": meter.lag_mean,
+            "staleness_mean": meter.staleness_mean,
             "steps": float(meter.steps),
         }
 

@@ -26,7 +26,7 @@ STEP = (
     "weights/engine_paused_s",
     "rollout/environment_s",
     "rollout/verifier_s",
-    "replay/lag_mean",
+    "replay/staleness_mean",
 )
 """Metrics whose mean over steps is taken."""
 
@@ -77,9 +77,9 @@ class Meter:
         return self.steps * self._batch / self.time.total
 
     @property
-    def lag_mean(self) -> float:
-        """Mean of `replay/lag_mean`."""
-        return self._sums["replay/lag_mean"] / self.steps
+    def staleness_mean(self) -> float:
+        """Mean of `replay/staleness_mean`."""
+        return self._sums["replay/staleness_mean"] / self.steps
 
     def measured(self, *, every_steps: int) -> Measured | None:
         """Return what was measured; None while that is too little."""
@@ -100,7 +100,7 @@ class Meter:
             learner_s=working_s / (1 + (self._contention - 1) * generating),
             step_tokens=means["rollout/response_tokens"],
             publish_s=means["weights/until_live_s"],
-            exposed_s=learner.seconds["publishing"] / self.steps * every_steps,
+            exposed_s=learner.seconds["weight_sync"] / self.steps * every_steps,
             pause_s=means["weights/engine_paused_s"],
             again_s=again["s"] / again["tokens"] if again.get("tokens") else 0.0,
             verify_s=means["rollout/verifier_s"],
@@ -146,5 +146,6 @@ def relative_errors(*, predicted: Mapping[str, float], found: Mapping[str, float
     return {
         "plan/error_throughput": predicted["groups_per_s"] / found["groups_per_s"] - 1,
         "plan/error_idle": predicted["idle"] - found["idle"],
-        "plan/error_lag": (predicted["lag_mean"] - found["lag_mean"]) / max(found["lag_mean"], 0.1),
+        "plan/error_staleness": (predicted["staleness_mean"] - found["staleness_mean"])
+        / max(found["staleness_mean"], 0.1),
     }

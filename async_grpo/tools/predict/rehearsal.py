@@ -55,8 +55,8 @@ class Prediction:
     step_s: float
     idle: float
     """Share of the time in which the learner waits for groups."""
-    lag_mean: float
-    lag_worst: float
+    staleness_mean: float
+    staleness_max: float
     masked: float
     """Share of the tokens that are older than the bound: weight 0, or generated again."""
     taken: float
@@ -130,7 +130,7 @@ class Rehearsal:
             self._share()
             events += 1
             if events > STUCK:
-                raise RuntimeError(f"the rehearsal of {self._work} does not end")
+                raise RuntimeError(f"the simulation of {self._work} does not end")
         work, seconds = self._work, self._now - self._from
         steps = self._steps - self._skip
         per_s = steps * work.batch / seconds
@@ -140,8 +140,8 @@ class Rehearsal:
             tokens_per_s=self._tokens / seconds,
             step_s=seconds / steps,
             idle=self._idle_s / seconds,
-            lag_mean=fmean(self._lags),
-            lag_worst=max(self._lags),
+            staleness_mean=fmean(self._lags),
+            staleness_max=max(self._lags),
             masked=self._stale / max(self._tokens, LEAST_TOKENS),
             taken=self._taken_s / places,
             outstanding=self._limit.groups,

@@ -18,8 +18,9 @@ from typing import Any
 
 from async_grpo.config.stored import read_settings
 from async_grpo.errors import SetupError
-from async_grpo.observe.console.status_file import STATUS, json_objects, read_timeline
+from async_grpo.observe.console.status_file import STATUS, json_objects, of_now, read_timeline
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES
+from async_grpo.old_names import metric
 from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 
 ROWS = 3000
@@ -28,14 +29,14 @@ _KEPT = re.compile(
     r"rollout/(score|response_length|response_tokens|truncated|accuracy|reward/.*)"
     r"|rollout/(all_right|all_wrong|zero_std)_groups"
     r"|rollout/(turns|turns_max|sampled_share|ended/.*)"
-    r"|train/(lag_mean|lag_max|loss|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
-    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)"
-    r"|time/(step|wait|train|publish|learner_idle)"
+    r"|train/(staleness_mean|staleness_max|loss|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
+    r"|train/staleness_[\d-]+/(token_share|sequence_length|pg_clipfrac|ess)"
+    r"|time/(step|wait|train|weight_sync|learner_idle)"
     r"|(goodput|time/learner|time/engine)/[a-z_]+"
-    r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts"
+    r"|replay/(staleness_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts"
     r"|forfeited|capacity|in_flight)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)"
-    r"|weights/(publications|repeated|dropped_engines|until_live_s)"
+    r"|weights/(syncs|repeated|dropped_engines|until_live_s)"
 )
 _TOTALS = (
     "goodput/",
@@ -115,8 +116,8 @@ class RunData:
         self.steps += 1
         self.tokens += row.values.get("rollout/response_tokens", 0.0)
         # absent when no token of the batch is in the loss
-        self.lag_sum += row.values.get("train/lag_mean", 0.0)
-        self.lag_max = max(self.lag_max, row.values.get("train/lag_max", 0.0))
+        self.lag_sum += row.values.get("train/staleness_mean", 0.0)
+        self.lag_max = max(self.lag_max, row.values.get("train/staleness_max", 0.0))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps at which the metric is known, and its values."""
@@ -129,7 +130,7 @@ class RunData:
             match[1]
             for row in self.rows
             for key in row.values
-            if (match := re.fullmatch(rf"train/lag_([\d-]+)/{name}", key))
+            if (match := re.fullmatch(rf"train/staleness_([\d-]+)/{name}", key))
         }
         return sorted(found, key=lambda bucket: int(bucket.partition("-")[0]))
 
@@ -189,7 +190,7 @@ def read_run(run_dir: Path) -> RunData:
     data.samples = list(_samples(run_dir / SAMPLES))
     data.events = list(read_timeline(run_dir))
     with suppress(OSError):  # a run from before there was this file
-        data.status = next(json_objects((run_dir / STATUS).read_bytes()), {})
+        data.status = of_now(next(json_objects((run_dir / STATUS).read_bytes()), {}))
     return data
 
 
@@ -201,7 +202,7 @@ def _row(line: bytes) -> MetricsRow | None:
     try:
         read = json.loads(line)
         step, when = int(read.pop("step")), float(read.pop("time"))
-        known = {name: value for name, value in read.items() if value is not None}
+        known = {metric(name): value for name, value in read.items() if value is not None}
         return MetricsRow(
             step, when, {name: float(known[name]) for name in known if _is_kept(name)}
         )

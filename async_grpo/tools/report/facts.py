@@ -67,8 +67,8 @@ def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
         shown.append((f"tokens/s trained{since}", f"{time_spent.tokens_per_s:,.0f}"))
         shown.append((f"learner idle{since}", f"{time_spent.idle:.0%}"))
         bound = data.setting("replay.max_staleness")
-        shown.append(("lag, mean", f"{data.lag_sum / data.steps:.2f}"))
-        shown.append((f"lag, largest (bound {bound})", f"{data.lag_max:.0f}"))
+        shown.append(("staleness, mean", f"{data.lag_sum / data.steps:.2f}"))
+        shown.append((f"staleness, largest (bound {bound})", f"{data.lag_max:.0f}"))
     if scores := data.series("rollout/score")[1]:
         tenth = scores[-max(1, len(scores) // 10) :]
         shown.append(("reward, last tenth", f"{sum(tenth) / len(tenth):.3f}"))
@@ -91,9 +91,9 @@ def origin(data: RunData) -> str:
     return " · ".join(parts)
 
 
-def verdict(data: RunData) -> str:
+def bottleneck(data: RunData) -> str:
     """Say what limits the run, as a sentence; empty where nothing is known."""
-    text = str((data.status.get("verdict") or {}).get("text", ""))
+    text = str((data.status.get("bottleneck") or {}).get("text", ""))
     return f"What limits it: {text.removesuffix('.')}." if text else ""
 
 
@@ -111,8 +111,8 @@ def swings(data: RunData) -> str:
         return ""
     return (
         f"The effective sample size does not come back: {1 - missing:.0%} in the third quarter of "
-        f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy swings around old data; "
-        "a learning rate that falls (learner.schedule: linear, or settle) ends it."
+        f"these {len(steps)} steps, {1 - left:.0%} in the last. The policy oscillates on stale "
+        "data; a learning rate that falls (learner.schedule: linear, or settle) ends it."
     )
 
 
@@ -155,7 +155,7 @@ def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
             ("cluster/learner_restarts", "learner restarts"),
             ("replay/restarts", "restarts of the queue"),
             ("weights/repeated", "transfers repeated"),
-            ("weights/dropped_engines", "engines dropped in a publication"),
+            ("weights/dropped_engines", "engines dropped in a weight sync"),
         )
         if data.totals.get(name)
     ]

@@ -86,7 +86,7 @@ def _middle(data: RunData) -> tuple[int, int]:
 
 def _learner_spans(window: Window, row: MetricsRow) -> None:
     at = row.time - row.values["time/step"]
-    for cause in ("wait", "train", "publish"):
+    for cause in ("wait", "train", "weight_sync"):
         seconds = row.values.get(f"time/{cause}", 0.0)
         window.learner.setdefault(cause, []).append((at, at + seconds))
         at += seconds
@@ -158,7 +158,7 @@ def gantt(window: Window | None) -> Figure | None:
     learner: list[Bars] = [(spans, CAUSES[name], 1, name) for name, spans in window.learner.items()]
     _bars(next(lanes), window, learner, "learner")
     if marks:
-        published: list[Bars] = [(window.publications, BLUE, 0.8, "publication")]
+        published: list[Bars] = [(window.publications, BLUE, 0.8, "weight sync")]
         coloured = zip((GREY, ORANGE, PURPLE), window.phases.items(), strict=False)
         phases: list[Bars] = [(spans, one, 0.55, text[:24]) for one, (text, spans) in coloured]
         _bars(next(lanes), window, published * bool(window.publications) + phases, "weights")
@@ -205,8 +205,11 @@ def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[
 
 def _bars(axis: Axes, window: Window, parts: list[Bars], label: str) -> None:
     for spans, colour, alpha, name in parts:
-        bars = [(begin - window.begin, end - begin) for begin, end in spans]
-        axis.broken_barh(bars, (0, 1), color=colour, alpha=alpha, label=name, linewidth=0)
+        bars, text = (
+            [(begin - window.begin, end - begin) for begin, end in spans],
+            name.replace("_", " "),
+        )
+        axis.broken_barh(bars, (0, 1), color=colour, alpha=alpha, label=text, linewidth=0)
     axis.set_yticks([])
     _label(axis, label)
 

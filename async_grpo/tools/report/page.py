@@ -15,13 +15,13 @@ from async_grpo.runtime.text import visible, without_password
 from async_grpo.tools.report.data import RunData
 from async_grpo.tools.report.facts import (
     NO_SAMPLES,
+    bottleneck,
     origin,
     restarts,
     sample_sections,
     settings,
     swings,
     tiles,
-    verdict,
 )
 from async_grpo.tools.report.failures import failures, slowest
 
@@ -114,7 +114,7 @@ def _header(data: RunData, title: object) -> str:
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
         for label, value in shown
     )
-    sentences = filter(None, (verdict(data), swings(data)))
+    sentences = filter(None, (bottleneck(data), swings(data)))
     said = "".join(f'<p class="lead">{_text(text)}</p>' for text in sentences)
     return (
         f"<h1>{_text(title)}</h1><p>{_text(origin(data))}</p>"
@@ -147,7 +147,7 @@ def _failures(data: RunData) -> str:
         )
         parts += [f"<p>{_text(how)}</p>", _table(("what", "times", "which means"), kinds)]
     if slow:
-        named = "group, episode, turns, sampled tokens, ended by, verdict, actor"
+        named = "group, episode, turns, sampled tokens, ended by, correct, actor"
         columns = ("seconds", *named.split(", "))
         rows = [
             (f"{seconds:.1f}", *said, "" if verdict is None else f"{verdict:g}", actor)
@@ -203,23 +203,23 @@ PLOTS = (
         "Above, the mean reward of the groups that each step trained (thin) and its "
         "running mean; with filtered groups it is not the reward of the policy on "
         "all prompts. Below, accuracy on problems that are never trained: dots with 95 % "
-        "intervals are measured, the lines between them are not. This says whether it learns.",
+        "intervals are measured. This says whether the policy learns.",
         "No learner step was logged, and nothing was evaluated.",
     ),
     Plot(
         "rewards",
         "Reward components, and groups that teach little",
-        "Above, the mean of each raw reward component: one that rises while another falls is "
-        "where a policy finds a way around the task. Below, groups whose responses are all right "
+        "Above, the mean of each raw reward component: one that rises while another falls "
+        "points to reward hacking. Below, groups whose responses are all right "
         "or all wrong, which have no advantage, and responses that the limit cut off.",
-        "No learner step told its rewards.",
+        "No learner step reported its rewards.",
     ),
     Plot(
         "episodes",
         "Episodes",
         "Above, the turns of the trained episodes. Below, shares: of what ended them, and of the "
-        "tokens behind the prompts that the policy sampled. These are trained, what environments "
-        "said is not.",
+        "tokens after the prompts that the policy sampled. Only sampled tokens are trained; what "
+        "environments said is not.",
         "",
     ),
     Plot(
@@ -227,32 +227,32 @@ PLOTS = (
         "Throughput and step time",
         "Above, trained response tokens per second. Below, the seconds of a learner step, and of "
         "those that it waited for groups and trained.",
-        "No learner step told its throughput.",
+        "No learner step reported its throughput.",
     ),
     Plot(
-        "lag",
-        "Lag of the trained tokens",
+        "staleness",
+        "Staleness of the trained tokens",
         "How many learner steps old the tokens were when they were trained, as shares of "
-        "each step's tokens. Lag 0 is on-policy; the bound is "
+        "each step's tokens. Staleness 0 is on-policy; the bound is "
         "replay.max_staleness.",
-        "No learner step told the lag of its tokens.",
+        "No learner step reported the staleness of its tokens.",
     ),
     Plot(
-        "length_by_lag",
-        "Response length by lag",
-        "Mean tokens per response, by the lag of its oldest token. Long answers take "
-        "longer and so arrive with more lag: lines that drift apart while the "
-        "dashed mean falls point to a bias toward short answers.",
-        "No learner step told the length of responses by lag.",
+        "length_by_staleness",
+        "Response length by staleness",
+        "Mean tokens per response, by the staleness of its oldest token. Long answers take "
+        "longer, so they are staler. Lines that drift apart while the dashed mean falls "
+        "point to a bias toward short answers.",
+        "No learner step reported response lengths by staleness.",
     ),
     Plot(
         "clip_ess",
-        "Clipping and effective sample size by lag",
+        "Clipping and effective sample size by staleness",
         "Above, the share of tokens whose ratio was clipped. Below, the effective sample "
         "size of the importance ratios as a share: 1 is on-policy, below 0.5 the data "
         "is too old for the step size. Older tokens clip more; a gap that grows says that "
         "max_staleness is too large, or the learning rate.",
-        "No learner step told clipping or sample size by lag.",
+        "No learner step reported clipping or sample size by staleness.",
     ),
     Plot(
         "health",
@@ -265,8 +265,8 @@ PLOTS = (
     Plot(
         "goodput",
         "Where tokens and time went",
-        "What became of everything that was generated, and what learner and engines did "
-        "with their time. Only trained tokens and working time bring the run forward.",
+        "What became of all generated tokens, and how learner and engines spent "
+        "their time. Only trained tokens and working time bring the run forward.",
         "No learner step was logged.",
     ),
     Plot(
@@ -274,7 +274,7 @@ PLOTS = (
         "Timeline",
         "A few learner steps in detail. Engines: groups being generated and scored at "
         "each moment. Queue: groups that are ready and wait for their step. "
-        "Learner: waiting for its batch, training, waiting for a publication. Weights: "
+        "Learner: waiting for its batch, training, waiting for a weight sync. Weights: "
         "from staging until every engine serves them, evaluations and checkpoints. "
         "Another window: async-grpo report RUN_DIR --steps 100-110.",
         "No learner step was logged.",

@@ -49,9 +49,9 @@ FATES = {
 }
 CAUSES = {
     "working": GREEN,
-    "starved": ORANGE,
+    "idle": ORANGE,
     "blocked": ORANGE,
-    "publishing": BLUE,
+    "weight_sync": BLUE,
     "paused": "#79aad9",
     "checkpointing": PURPLE,
     "verifying": "#c79a1b",
@@ -61,7 +61,6 @@ CAUSES = {
     "other": GREY,
     "wait": ORANGE,
     "train": GREEN,
-    "publish": BLUE,
 }
 
 
@@ -177,7 +176,7 @@ def throughput(data: RunData) -> Figure | None:
 def lag_histogram(data: RunData) -> Figure | None:
     """Draw the share of the trained tokens by lag, over the steps."""
     buckets = data.buckets("token_share")
-    names = [f"train/lag_{bucket}/token_share" for bucket in buckets]
+    names = [f"train/staleness_{bucket}/token_share" for bucket in buckets]
     rows = [row for row in data.rows if any(name in row.values for name in names)]
     if not rows:
         return None
@@ -186,7 +185,7 @@ def lag_histogram(data: RunData) -> Figure | None:
     steps = [row.step for row in rows]
     if len(steps) == 1:
         steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
-    colours, labels = map(lag_colour, buckets), [f"lag {bucket}" for bucket in buckets]
+    colours, labels = map(lag_colour, buckets), [f"staleness {bucket}" for bucket in buckets]
     axis.stackplot(steps, shares, colors=list(colours), labels=labels, alpha=0.9)
     axis.set_ylim(0, 1)
     axis.set_xlim(steps[0], steps[-1])
@@ -198,7 +197,7 @@ def lag_histogram(data: RunData) -> Figure | None:
 def length_by_lag(data: RunData) -> Figure | None:
     """Draw the mean response length by lag bucket."""
     figure, [axis] = _figure(1)
-    if not _by_lag(axis, data, "row_length"):
+    if not _by_lag(axis, data, "sequence_length"):
         return None
     steps, lengths = data.series("rollout/response_length")
     axis.plot(steps, smooth(lengths), color=GREY, linewidth=1.2, linestyle="--", label="all")
@@ -268,7 +267,7 @@ def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
     """Return (who, cause -> seconds) of learner and engines, in the order of `CAUSES`."""
     learner = data.learner_time.seconds or {  # an older run: sums over the rows that are kept
         cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows)
-        for cause in ("train", "wait", "publish")
+        for cause in ("train", "wait", "weight_sync")
     }
     both = {"learner time": learner, "engine time": spent({}, data.totals, ENGINE_PREFIX)}
     return [
@@ -282,7 +281,7 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     for name, value in parts.items():
         share = value / whole
         if share >= 0.0005:  # below, its number would be 0.0 %
-            colour, text = colours.get(name, GREY), f"{name} {share:.1%}"
+            colour, text = colours.get(name, GREY), f"{name.replace('_', ' ')} {share:.1%}"
             axis.barh(0, share, left=left, height=0.8, color=colour, label=text)
         left += share
     axis.set_xlim(0, 1)
@@ -298,7 +297,7 @@ def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
     """Draw a line per lag bucket, or dots where few steps have it. Return whether one was drawn."""
     buckets = data.buckets(name)
     for bucket in buckets:
-        steps, values = data.series(f"train/lag_{bucket}/{name}")
+        steps, values = data.series(f"train/staleness_{bucket}/{name}")
         sparse = len(steps) < max(5, SPARSE * len(data.rows))
         axis.plot(
             steps,
@@ -307,7 +306,7 @@ def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
             linewidth=1.6,
             markersize=3,
             color=lag_colour(bucket),
-            label=f"lag {bucket}",
+            label=f"staleness {bucket}",
         )
     return bool(buckets)
 

@@ -32,7 +32,7 @@ def sync(run_dir: Path, kind: type[TrackerSink] = MlflowSink) -> list[str]:
         except Exception as error:  # a tracker raises what it likes; the user wants one sentence
             raise TrackingError(
                 f"{kind.title} at {' or '.join(sorted(set(at.values())))} did not take everything "
-                f"({one_line(error)}); {outbox.unsent} rows are left, try again later"
+                f"({one_line(error)}); {outbox.unsent} lines are left, try again later"
             ) from error
         lines = [
             f"{kind.title} run {run.run_id} at {at[run.key]} is complete: {run.status}"
@@ -42,6 +42,6 @@ def sync(run_dir: Path, kind: type[TrackerSink] = MlflowSink) -> list[str]:
             lines.append(
                 f"{delivery.refused} records were refused, the last one: {delivery.refusal}"
             )
-        return [f"{outbox.rows_sent} rows sent", *lines]
+        return [f"{outbox.rows_sent} lines sent", *lines]
     finally:
         outbox.close()

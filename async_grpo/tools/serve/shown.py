@@ -68,11 +68,11 @@ class Shown:
             "failed": failed and {"reason": failed.reason, "detail": str(failed)},
             "finish_reason": episode.finish_reason,
             "rewards": episode.rewards,
-            "verdict": episode.verdict,
+            "correct": episode.verdict,
             "metrics": dict(episode.metrics),
-            "rows": [
+            "sequences": [
                 _record(episode.session.row(number), words)
-                | {"begun": turn.forked, "label": turn.label, "behind_row": self.behind(turn)}
+                | {"begun": turn.forked, "label": turn.label, "after_sequence": self.behind(turn)}
                 for number, turn in self.begun.items()
             ],
             "unread_turns": self.unread,
@@ -86,12 +86,12 @@ class Shown:
         else:
             rewards = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items())
             yield (
-                f"episode {self.number}: {episode.finish_reason}, rewards {rewards}, verdict "
+                f"episode {self.number}: {episode.finish_reason}, rewards {rewards}, correct: "
                 f"{episode.verdict}, {self.seconds:.1f} s"
             )
         kept = [count for at in begun for _, count in episode.session.row(at).segments]
         yield (
-            f"  {counted(len(kept), 'turn')} in {counted(len(begun), 'row')}, "
+            f"  {counted(len(kept), 'turn')} in {counted(len(begun), 'sequence')}, "
             f"{counted(sum(kept), 'sampled token')}"
         )
         if self.unread:
@@ -99,8 +99,8 @@ class Shown:
         for at, (number, turn) in enumerate(begun.items()):
             row, behind = episode.session.row(number), self.behind(turn)
             why = f", anew: {turn.forked}" if turn.forked else ""
-            where = "" if behind is None else f" behind row {behind}"
-            yield f"  row {at}{why}{where}, of {turn.label!r}"
+            where = "" if behind is None else f" after sequence {behind}"
+            yield f"  sequence {at}{why}{where}, of {turn.label!r}"
             yield _line("prompt", row.prompt, words)
             for kind, ids in _segments(row):
                 yield _line(kind, ids, words)

@@ -88,7 +88,7 @@ def test_an_openai_loop_is_the_python_environment(preload: list[str]) -> None:
         ("kills_itself", "exception", "signal 9"),
         ("unknown_reward", "wrong_type", "other"),
         ("compacts_and_exits", "exception", "exit status 3"),
-        ("asks_too_much", "refused", "the messages take 504); exception: "),
+        ("asks_too_much", "refused", "messages take 504); exception: "),
         ("hides_it", "refused", "all requests of the episode were refused: the episode has used"),
     ],
 )

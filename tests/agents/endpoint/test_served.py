@@ -417,7 +417,7 @@ async def test_a_turn_behind_a_refused_request_is_the_last_word() -> None:
     episode = served(Policy(), context_length=12)
     first = await say(episode, [user("a?")])
     long = [user("a?"), first.message, user("b" * 20)]
-    with pytest.raises(RequestError, match=r"the longest row, .*; the messages take 25"):
+    with pytest.raises(RequestError, match=r"the longest sequence, .*; messages take 25"):
         await say(episode, long)
     assert limits_of(episode) == ("context", "context")
     await say(episode, [user("a?"), user("in short")], model="other")

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(90)  # they wait for each other
 
 WORKER = Path(__file__).parents[3] / "examples" / "workers" / "worker.py"
 AGENT = WORKER.parents[1] / "openai_loop" / "agent.py"
-WORTH = {"rewards": {"correct": 1.0}, "verdict": 1}
+WORTH = {"rewards": {"correct": 1.0}, "correct": 1}
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "2:7>"}]}
 
 
@@ -217,6 +217,7 @@ async def test_keys_open_what_they_are_for() -> None:
     [
         (b"{", "the result"),
         (b"[]", 'must be JSON like {"rewards"'),
+        (b'{"rewards": {}, "verdict": 1}', 'the key "verdict" is called "correct" now'),
         ({"rewards": {"other": 1.0}}, "other"),
         ({"rewards": {"correct": "1"}}, "must be a number"),
         (b'{"rewards": {"correct": NaN}}', "must be finite"),

@@ -145,6 +145,11 @@ def test_callbacks_are_made_by_name() -> None:
         ("early_stopping", {"patince": 1}, "unexpected keyword argument 'patince'"),
         ("early_stopping", {"mode": "up"}, "mode is 'up'; it is max or min"),
         (f"{__name__}:Exits", {}, "Exits cannot be made: SystemExit: a script"),
+        (
+            "early_stopping",
+            {"metric": "train/lag_mean"},
+            "ValueError: metric train/lag_mean is called train/staleness_mean now",
+        ),
         ("early_stopping", {"metric": 3}, "metric is 3; it is a name"),
         ("early_stopping", {"patience": 2.5}, "patience is 2.5; it is a whole number"),
         ("early_stopping", {"min_delta": -0.1}, "min_delta is -0.1; it is a finite number"),
@@ -231,6 +236,11 @@ def test_early_stopping_looks_at_evaluations_too() -> None:
     assert trainer.why == (
         "eval/accuracy_greedy has not improved on 0.5 in 1 values, the last 0.5 at step 20"
     )
+
+
+def test_a_method_of_before_is_answered() -> None:
+    with pytest.raises(TypeError, match=r"Old\.on_publication is called on_weight_sync now"):
+        type("Old", (Callback,), {"on_publication": lambda *event: None})
 
 
 def test_a_metric_that_never_comes_is_a_mistake() -> None:

@@ -170,7 +170,7 @@ def test_the_newest_checkpoint_is_damaged(
     assert reason in started.said and newest.name in started.said
     if checkpoints == 1:
         assert (started.taken, started.step) == ("nothing", LAST)
-        assert "the run goes on from its journal" in started.said
+        assert "the run continues from its journal" in started.said
         assert "8 learner steps after the checkpoint (step 0) rolled forward" in started.said
     elif journal == "off":
         assert (started.taken, started.step) == ("step_000003", 3)
@@ -188,7 +188,7 @@ def test_both_checkpoints_are_damaged(runs: dict, tmp_path: Path, journal: str) 
     if journal == "whole":
         started = start(run_dir)
         assert (started.taken, started.step) == ("nothing", LAST)
-        assert started.said.count("the run goes on from its journal") == 2
+        assert started.said.count("the run continues from its journal") == 2
         return
     with pytest.raises(SetupError, match=r"000006 is damaged.*000003 is damaged.*begins after"):
         start(run_dir)
@@ -308,7 +308,7 @@ async def test_a_learner_is_not_brought_back_to_the_beginning_by_damage(
     supervisor._listener = listener = RecordingListener()
     older = checkpoint.path_for(run_dir, 3)
     assert await supervisor._newest(LAST) == Origin(older, 3)
-    assert "an older checkpoint is taken" in listener.notes[-1]
+    assert "an older checkpoint is used" in listener.notes[-1]
     truncate(older)
     if journal == "whole":
         assert await supervisor._newest(LAST) == Origin(None, 0)

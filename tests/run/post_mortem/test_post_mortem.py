@@ -534,7 +534,7 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
     )
     assert ended.returncode == 5, ended.stderr
     assert (
-        "the driver's own event loop has not turned" in ended.stdout
+        "the driver's event loop has not turned" in ended.stdout
         and "exit code 5" in ended.stdout.splitlines()[-1]
     )
     [stack] = (tmp_path / "post_mortem").glob("*-stall/stacks/driver-*.txt")

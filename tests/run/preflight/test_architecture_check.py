@@ -98,7 +98,7 @@ def change(model: Path, **values: Any) -> None:
         ),
         (
             {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
-            "whose config.json names Python code of its own (mine.Config): read it, and if you "
+            "whose config.json names custom Python code (mine.Config): read it, and if you "
             "trust it set `model.trust_remote_code` to true",
         ),
     ],
@@ -169,12 +169,12 @@ def test_what_a_forward_pass_costs_is_told(tmp_path: Path, monkeypatch: pytest.M
         write_family(name, tmp_path / name)
     [rows] = notes(str(tmp_path / "bloom"), prompt_length=48)
     assert rows == (
-        "note: bloom goes through its own forward pass in padded rows, so that a prompt is "
+        "note: bloom is computed by its own forward pass in padded sequences, so that a prompt is "
         "computed once for every response: with these lengths up to 2.3 times the tokens "
         "(docs/models.md)"
     )
     [logits] = notes(str(tmp_path / "gemma2"))
-    assert "memory grows with the square of a row's length" in logits
+    assert "memory grows with the square of the sequence length" in logits
     assert notes(str(tmp_path / "llama")) == []
 
 

@@ -125,7 +125,7 @@ def test_a_model_without_a_usable_tokenizer(model: Path) -> None:
     assert "cannot be loaded" in refused(model)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    assert "needs its tokenizer beside it" in refused(model)
+    assert "needs its tokenizer in the same directory" in refused(model)
 
 
 def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
@@ -284,7 +284,7 @@ def test_messages_need_a_template_that_takes_them(model: Path, tmp_path: Path) -
     )
     assert fit(model, name="jsonl", train=train) == []
     [note] = fit(model, name="jsonl", train=rows(tmp_path / "plain.jsonl", ["q"]))
-    assert "has a chat template, and the prompts of task jsonl are plain texts" in note
+    assert "has a chat template, but the prompts of task jsonl are plain text" in note
     (model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
     assert "System role not supported; is its chat template made for these messages" in refused(
         model, name="jsonl", train=train
@@ -352,7 +352,7 @@ def test_a_model_that_is_still_to_be_made(good: Path, tmp_path: Path) -> None:
     [
         ({"rollout": {"prompt_length": 3}}, "have more than `rollout.prompt_length` 3 tokens"),
         ({"rollout": {"response_length": 1}}, "but the shortest answer of the sampled problems"),
-        ({"model": {"freeze": ["nosuchlayer"]}}, "'nosuchlayer', which is found in no parameter"),
+        ({"model": {"freeze": ["nosuchlayer"]}}, "'nosuchlayer', which matches no parameter"),
         ({"model": {"lora": {"target_modules": ["nosuchlayer"]}}}, "nosuchlayer"),
         ({"model": {"warm_start": {"cache_dir": __file__}}}, "cannot be written: Not a directory"),
         ({"task": {"train": "rows.jsonl"}}, "problem 0: the task uses the character 'É'"),
@@ -428,7 +428,7 @@ def test_weights_that_are_not_there_or_not_whole(model: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     assert "no whole file of weights (" in refused(model) and file.name in refused(model)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
-    assert f"pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}" in (
+    assert f"pointer of Git LFS instead of the weights: run `git lfs pull` in {model}" in (
         refused(model)
     )
     file.unlink()
@@ -506,7 +506,7 @@ def test_a_response_length_in_which_no_answer_can_be_finished(good: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"freeze": ["nosuchlayer"]}, "'nosuchlayer', which is found in no parameter name"),
+        ({"freeze": ["nosuchlayer"]}, "'nosuchlayer', which matches no parameter name"),
         ({"lora": {"rank": 2, "target_modules": ["nosuchlayer"]}}, "nosuchlayer"),
     ],
 )

@@ -91,7 +91,7 @@ class Simulation:
     async def run(self) -> Result:
         """Simulate the whole run. Raises AssertionError where the queue breaks a rule or stops."""
         self.producers.start_all()
-        self.time.switch("starved")
+        self.time.switch("idle")
         events, patience_s = 0, self.scenario.patience_s
         while not self.ended:
             self.now, _, generation, call, arguments = heapq.heappop(self.events)
@@ -288,7 +288,7 @@ class Simulation:
         self.seen["masked"] += masked
         metrics = await self.queue.metrics()
         assert metrics["replay/stale_tokens"] == masked, f"{masked} tokens are masked: {metrics}"
-        assert metrics["replay/lag_max"] == max(
+        assert metrics["replay/staleness_max"] == max(
             lag for lag in lags if lag <= self.scenario.max_staleness
         ), f"{lags}: {metrics}"
         self.waiting, self.progress_at = False, self.now
@@ -324,8 +324,8 @@ class Simulation:
         """End a learner step, and publish."""
         if (
             self.publishing and (self.step + 1) % self.scenario.publish_every == 0
-        ):  # the last publication is still on its way
-            self.time.switch("publishing")
+        ):  # the last weight sync is still on its way
+            self.time.switch("weight_sync")
             self.later(0.1, self.end_step)
             return
         self.step += 1
@@ -346,7 +346,7 @@ class Simulation:
             self.waiting = self.scenario.overlap
         else:
             self.waiting = True
-        self.time.switch("starved" if self.waiting else "publishing")
+        self.time.switch("idle" if self.waiting else "weight_sync")
 
     async def line(self) -> dict[str, float]:
         """Return the metrics of a step as far as a verdict looks at them."""
@@ -394,7 +394,7 @@ class Simulation:
             self.producers.poll_soon(actor, self.between(0.0, 0.05))
         if not self.waiting and not self.scenario.overlap and self.newest == self.step:
             self.waiting, self.asked = True, self.now
-            self.time.switch("starved")
+            self.time.switch("idle")
 
     async def finish_run(self, ended: str) -> None:
         """Nothing is left open, and nothing was issued that the run could not train."""

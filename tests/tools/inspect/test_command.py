@@ -430,7 +430,7 @@ def rows_of(look, *args: str, **where: Path) -> list[dict[str, Any]]:
         (["--sort", "reward", "--limit", "3"], [3, 0, 2]),
         (["--sort", "reward", "--reverse", "--limit", "2"], [5, 2]),
         (["--sort", "length", "--limit", "1"], [3]),
-        (["--sort", "lag", "--limit", "1"], [3]),
+        (["--sort", "staleness", "--limit", "1"], [3]),
         (["--sort", "seconds", "--limit", "3"], [3, 0, 2]),
         (["--state", "trained", "--min-reward", "0.5"], [0]),
     ],
@@ -448,11 +448,11 @@ def test_the_facts_of_a_group(look) -> None:
         "step": 2,
         "ticket_version": 0,
         "versions": [0, 1],
-        "lag_min": 0,
-        "lag_max": 1,
+        "staleness_min": 0,
+        "staleness_max": 1,
         "reward": 0.625,
         "rewards": {"correct": 0.625, "format": 1.0},
-        "verdict": 1.0,
+        "accuracy": 1.0,
         "responses": 2,
         "length_min": 4,
         "length_mean": 4.0,
@@ -504,7 +504,7 @@ def test_off_a_terminal_every_group_is_one_line_and_empty_columns_are_left_out(l
     header, rows = lines[title + 1].split(), lines[title + 2 :]
     assert (
         " ".join(header)
-        == "group attempt state step ticket sampled lag correct format verdict tokens "
+        == "group attempt state step ticket sampled staleness correct format accuracy tokens "
         "truncated seconds actor reason"
     )
     assert [int(row.split()[0]) for row in rows] == [6, 5, 4, 3, 2, 1, 0]
@@ -641,14 +641,14 @@ def test_frames_are_read_only_for_groups_that_everything_else_selects(
         (["--min-reward", "nan"], "'nan' is not a number"),
         (
             ["--ledger", "--step", "1"],
-            "options that choose or sort groups have no place beside --ledger",
+            "options that choose or sort groups cannot be combined with --ledger",
         ),
-        (["--ledger", "--sort", "reward"], "no place beside --ledger"),
-        (["--group", "3", "--state", "ready"], "no place beside --group"),
-        (["--group", "3", "--actor", "a"], "no place beside --group"),
-        (["--group", "3", "--min-reward", "0"], "no place beside --group"),
-        (["--ledger", "--group", "0"], "--group has no place beside it"),
-        (["--ledger", "--text"], "--text has no place beside it"),
+        (["--ledger", "--sort", "reward"], "cannot be combined with --ledger"),
+        (["--group", "3", "--state", "ready"], "cannot be combined with --group"),
+        (["--group", "3", "--actor", "a"], "cannot be combined with --group"),
+        (["--group", "3", "--min-reward", "0"], "cannot be combined with --group"),
+        (["--ledger", "--group", "0"], "--group cannot be combined with it"),
+        (["--ledger", "--text"], "--text cannot be combined with it"),
         (["--text", "--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
     ],
 )
@@ -946,7 +946,10 @@ async def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_p
 
     assert told(3) == "the groups of step 3 were in a damaged part of the journal"
     text = look("--ledger", directory=tmp_path)
-    assert "2 groups are counted but not listed: what the journal told of them is damaged" in text
+    assert (
+        "2 groups are counted but not listed: the journal is damaged where it describes them"
+        in text
+    )
     assert "checkpoints" not in text and "\nlisted" not in text
     segment_path(journal_of(tmp_path), 1).unlink()
     assert told(3) == "the groups of step 3 were in a damaged part of the journal"

@@ -238,7 +238,7 @@ BY_ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
         "rollout.response_length": 16384,
         "replay.max_staleness": 0,
         "learner.ppo_mini_batch_size": 1,
-        "learner.tokens_per_micro_batch": 512 + 16384,  # the longest row
+        "learner.tokens_per_micro_batch": 512 + 16384,  # the longest sequence
         "learner.lr": 1e-3,
         "learner.betas": [0.9, 0.999],
         "learner.weight_decay": 0.01,

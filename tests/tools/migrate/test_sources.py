@@ -51,7 +51,7 @@ def test_a_loss_of_verl_that_holds_to_nothing_is_refused(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("recipe", recipes().values(), ids=lambda path: path.stem)
 def test_our_own_files_are_of_nobody_else(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="has our own sections"):
+    with pytest.raises(SetupError, match="has sections of async_grpo"):
         migrate(recipe)
     misspelt = tmp_path / "their.yaml"
     misspelt.write_text(recipe.read_text() + "\nlerner: {lr: 1e-6}\n")
@@ -64,7 +64,7 @@ def test_our_own_files_are_of_nobody_else(recipe: Path, tmp_path: Path) -> None:
     [
         ("a: 1\nb: {c: 2}\n", "is not recognised as a configuration of verl, ROLL, AReaL"),
         ("num_generations: 8\n", "is not recognised"),
-        ("run: {total_steps: 3}\nmodel: {warm_start: {}}\n", "has our own sections"),
+        ("run: {total_steps: 3}\nmodel: {warm_start: {}}\n", "has sections of async_grpo"),
         ("", "is empty"),
         ("# only a comment\n", "holds no keys"),
         ("- 1\n- 2\n", "holds no keys"),
@@ -201,7 +201,7 @@ def test_command_lines_are_read(script: str, program: str, options: list[Any]) -
 
 
 LEFT = "what this word means there is not known"
-OTHER = "it has no more options than the one that is read; give it a file of its own"
+OTHER = "it has no more options than the one that is read; give it a separate file"
 TAKEN = "set under a condition, which is taken to hold"
 
 
@@ -235,9 +235,9 @@ TAKEN = "set under a condition, which is taken to hold"
         ("M=m\nwhile x; do\n case $1 in\n --m)\n  M=$2\n  N=$2\n esac\ndone\n"
          "verl.main x.m=$M x.n=${N:-7}", [("x.m", "m"), ("x.n", 7)], []),
         ("openrlhf.cli.x --n 8 --name run \"$@\"", [("n", 8), ("name", "run")],
-         [("beside the options", "${@}", LEFT)]),
+         [("next to the options", "${@}", LEFT)]),
         ("verl.main one x.a=1 two \"$@\" -v --b > log.txt", [("x.a", 1), ("b", True)],
-         [("beside the options", word, LEFT) for word in ("one", "two", "${@}", "-v")]),
+         [("next to the options", word, LEFT) for word in ("one", "two", "${@}", "-v")]),
         ("verl.main x.a=1 x.s.b=2 x.s.c=3 ~x.s ~x.a=1 ~x.d x.s.b=4 --p ~user",
          [("x.s.b", 4), ("p", "~user")],
          [("x.a", 1, "deleted further on, by ~x.a=1"),
@@ -268,7 +268,7 @@ def test_what_a_script_says_apart_from_its_command_is_in_the_file(
     assert "rollout_batch_size: 64  # data.train_batch_size" in out
     assert "response_length: 4096  # data.max_response_length" in out
     assert "\n  every_steps" not in out and '"~trainer.save_freq=5" -- deleted there' in out
-    assert 'beside the options: "surplus" -- what this word' in out
+    assert 'next to the options: "surplus" -- what this word' in out
     assert err.startswith("verl: 3 keys taken over, 2 not")
 
 

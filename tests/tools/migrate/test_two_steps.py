@@ -61,4 +61,4 @@ def test_a_migrated_file_trains_two_steps(file: Path, model: str, tmp_path: Path
     with two_steps(config, model) as (_, [_, metrics]):
         assert ("train/kl" in metrics) == algorithm.use_kl_loss
         assert ("train/importance_weight" in metrics) == (algorithm.importance.level != "none")
-        assert ("time/learner_anchor" in metrics) == (algorithm.anchor == "recomputed")
+        assert ("time/learner_proximal" in metrics) == (algorithm.anchor == "recomputed")

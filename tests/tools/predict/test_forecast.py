@@ -53,7 +53,8 @@ def test_the_first_steps_tell_what_the_rest_will_be(tmp_path: Path) -> None:
     assert when == 3 + 2 + 1 + PROBE and found.source == f"the first {when} steps"
     assert found.predicted is not None and told["plan/idle"] == found.predicted.idle
     assert set(told) == {
-        f"plan/{name}" for name in ("groups_per_s", "tokens_per_s", "idle", "lag_mean", "masked")
+        f"plan/{name}"
+        for name in ("groups_per_s", "tokens_per_s", "idle", "staleness_mean", "masked")
     }
     errors = found.errors()
     assert errors["plan/error_throughput"] == pytest.approx(found.predicted.groups_per_s / 1.75 - 1)

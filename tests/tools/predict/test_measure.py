@@ -28,7 +28,7 @@ def test_measured() -> None:
     assert (found.publish_s, found.pause_s, found.contention) == (0.75, 0.125, 1.2)
     assert meter.groups_per_s == pytest.approx(8 / 4) and meter.time.idle == pytest.approx(1 / 8)
     assert meter.time.tokens_per_s == pytest.approx(700 / 4)
-    assert meter.lag_mean == pytest.approx(1.5, abs=0.05)
+    assert meter.staleness_mean == pytest.approx(1.5, abs=0.05)
     assert Measured.of(asdict(found)) == found
 
 
@@ -50,13 +50,13 @@ def test_lines_without_times_do_not_count() -> None:
 
 
 def test_errors_of_a_prediction() -> None:
-    predicted = {"groups_per_s": 1.1, "idle": 0.25, "lag_mean": 1.5}
-    found = {"groups_per_s": 1.0, "idle": 0.20, "lag_mean": 2.0}
+    predicted = {"groups_per_s": 1.1, "idle": 0.25, "staleness_mean": 1.5}
+    found = {"groups_per_s": 1.0, "idle": 0.20, "staleness_mean": 2.0}
     assert relative_errors(predicted=predicted, found=found) == pytest.approx(
-        {"plan/error_throughput": 0.1, "plan/error_idle": 0.05, "plan/error_lag": -0.25}
+        {"plan/error_throughput": 0.1, "plan/error_idle": 0.05, "plan/error_staleness": -0.25}
     )
-    none = relative_errors(predicted=predicted, found=found | {"lag_mean": 0.0})
-    assert none["plan/error_lag"] == pytest.approx(15.0)
+    none = relative_errors(predicted=predicted, found=found | {"staleness_mean": 0.0})
+    assert none["plan/error_staleness"] == pytest.approx(15.0)
 
 
 def test_speeds_of_an_engine() -> None:

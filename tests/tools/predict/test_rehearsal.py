@@ -23,14 +23,14 @@ def test_one_after_the_other() -> None:
     found = predict(alone)
     assert found.step_s == pytest.approx(6.0) and found.idle == pytest.approx(2 / 6)
     assert found.groups_per_s == pytest.approx(1 / 6) == found.tokens_per_s / 80
-    assert (found.lag_mean, found.lag_worst, found.outstanding) == (0, 0, 1)
+    assert (found.staleness_mean, found.staleness_max, found.outstanding) == (0, 0, 1)
 
 
 def test_a_learner_that_is_the_limit_sets_the_pace() -> None:
     found = predict(replace(BASE, learner_s=100.0, max_staleness=4))
     assert found.step_s == pytest.approx(100.0) and found.idle == 0
     full = predict(replace(BASE, learner_s=100.0, max_staleness=4, outstanding=40))
-    assert full.lag_mean == 4 > found.lag_mean
+    assert full.staleness_mean == 4 > found.staleness_mean
     assert full.groups_per_s == pytest.approx(replace(BASE, learner_s=100.0).limits()["learner"])
 
 
@@ -75,9 +75,9 @@ def test_too_old_tokens_have_no_weight() -> None:
     waits, masks = predict(tails), predict(replace(tails, on_stale="mask"))
     assert waits.masked == 0 < masks.masked < 1
     assert waits.idle > masks.idle + 0.3
-    assert waits.lag_worst == 2 and masks.lag_worst == 2
+    assert waits.staleness_max == 2 and masks.staleness_max == 2
     expired = predict(replace(tails, on_stale="expire"))
-    assert expired.masked > 0 and expired.lag_worst <= 2
+    assert expired.masked > 0 and expired.staleness_max <= 2
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
@@ -95,9 +95,9 @@ def test_against_the_real_queue(bound: int, learner_s: float, verify_s: float) -
     real = result.figures(skip=10)
     assert found.groups_per_s == pytest.approx(real["groups_per_s"], rel=0.10)
     assert abs(found.idle - real["idle"]) <= 0.05
-    lag = fmean(line["replay/lag_mean"] for line in result.lines[10:-10])
-    assert found.lag_mean == pytest.approx(lag, rel=0.10, abs=0.3)
-    assert found.lag_worst == real["lag_max"]
+    lag = fmean(line["replay/staleness_mean"] for line in result.lines[10:-10])
+    assert found.staleness_mean == pytest.approx(lag, rel=0.10, abs=0.3)
+    assert found.staleness_max == real["lag_max"]
 
 
 def test_a_workload_and_its_scenario_are_the_same() -> None:
@@ -136,7 +136,10 @@ def test_the_queue_need_not_be_deeper_than_that() -> None:
     most = predict(replace(work, outstanding=64))
     assert 9 <= least < 40
     enough = predict(replace(work, outstanding=least))
-    assert enough.groups_per_s >= 0.98 * most.groups_per_s and enough.lag_mean < most.lag_mean
+    assert (
+        enough.groups_per_s >= 0.98 * most.groups_per_s
+        and enough.staleness_mean < most.staleness_mean
+    )
     fewer = predict(replace(work, outstanding=max(9, least - 4)))
     assert least <= 10 or fewer.groups_per_s < enough.groups_per_s
     assert least_outstanding(replace(work, max_staleness=0)) == 8
@@ -162,7 +165,7 @@ def test_the_one_number_to_change(change: dict[str, object], setting: str) -> No
     assert found is not None and found.setting == setting
     assert setting in said(found, now)
     better = found.prediction.groups_per_s >= 1.05 * now.groups_per_s
-    assert better or found.prediction.lag_mean <= now.lag_mean - 0.5
+    assert better or found.prediction.staleness_mean <= now.staleness_mean - 0.5
     assert bool(found.needs) == (setting in ("learner.ranks", "cluster.rollout_actors.max"))
 
 

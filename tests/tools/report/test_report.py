@@ -25,7 +25,14 @@ from async_grpo.observe.console.console import Console
 from async_grpo.replay.resume import open_queue
 from async_grpo.run.trainer import Trainer
 from async_grpo.tools.report.data import ROWS, read_run
-from async_grpo.tools.report.facts import origin, restarts, sample_sections, swings, tiles, verdict
+from async_grpo.tools.report.facts import (
+    bottleneck,
+    origin,
+    restarts,
+    sample_sections,
+    swings,
+    tiles,
+)
 from async_grpo.tools.report.failures import failures, slowest
 from async_grpo.tools.report.gantt import Window, _counts, read_window
 from async_grpo.tools.report.launch import report_on, write_report
@@ -34,7 +41,15 @@ from tests.support import verbs
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
-PICTURES = ["learning", "rewards", "throughput", "lag", "length_by_lag", "clip_ess", "health"]
+PICTURES = [
+    "learning",
+    "rewards",
+    "throughput",
+    "staleness",
+    "length_by_staleness",
+    "clip_ess",
+    "health",
+]
 SECTIONS = [*PICTURES, "goodput", "timeline", "samples", "failures", "restarts", "configuration"]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
 
@@ -48,22 +63,22 @@ def row(step: int, when: float) -> dict[str, Any]:
         "rollout/response_length": 7.0,
         "rollout/reward/correct": 0.5,
         "rollout/all_right_groups": 0.25,
-        "train/lag_mean": 0.8,
-        "train/lag_max": 3.0,
+        "train/staleness_mean": 0.8,
+        "train/staleness_max": 3.0,
         "train/entropy": 1.0 / step,
         "train/grad_norm": 1.0,
         "train/approx_kl": 1e-3,
         "train/tokens_per_s": 900.0,
         "train/loss": 0.0,
         **{
-            f"train/lag_{bucket}/{name}": share
+            f"train/staleness_{bucket}/{name}": share
             for bucket, share in (("0", 0.3), ("1", 0.6), ("3-4", 0.1))
-            for name in ("token_share", "row_length", "pg_clipfrac", "ess")
+            for name in ("token_share", "sequence_length", "pg_clipfrac", "ess")
         },
         "time/step": 0.5,
         "time/wait": 0.2,
         "time/train": 0.25,
-        "time/publish": 0.05,
+        "time/weight_sync": 0.05,
         "time/learner_idle": 0.4,
         "cluster/restarts": 1.0,
         "goodput/generated": step * 1000.0,
@@ -71,7 +86,7 @@ def row(step: int, when: float) -> dict[str, Any]:
         "goodput/rejected": step * 150.0,
         "goodput/held": 50.0 * step,
         "time/learner/working": step * 0.25,
-        "time/learner/starved": step * 0.2,
+        "time/learner/idle": step * 0.2,
         "time/engine/working": step * 0.4,
         "time/engine/paused": step * 0.1,
     }
@@ -110,10 +125,10 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     )
     console = Console(open(directory / "log.txt", "w"))  # noqa: SIM115 - as long as the process lives
     console.begin_run(directory, run="mine")
-    console.info("actor-1 died; actor-2 takes its place")
+    console.info("actor-1 died; actor-2 replaces it")
     console.logged(steps, steps, row(steps, start))
     console.published(50, 0.2)
-    console.verdict(kind="engines", text="the engines limit")
+    console.bottleneck(kind="engines", text="the engines limit")
     console.end(0, "")
     return directory
 
@@ -196,7 +211,7 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
         "https://evil.example/x.png",
     }
     assert (
-        "actor-1 died; actor-2 takes its place" in page.sections["restarts"]
+        "actor-1 died; actor-2 replaces it" in page.sections["restarts"]
         and "1 rollout actors replaced" in page.sections["restarts"]
     )
     assert (
@@ -222,7 +237,7 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
     )[0].values["rollout/score"] > 0
     lead, kind, shown = tiles(data)
     assert kind == "good" and "exit code 0" in lead
-    assert verdict(data) == "What limits it: the engines limit."
+    assert bottleneck(data) == "What limits it: the engines limit."
     began = next(event for event in data.events if event["kind"] == "start")
     assert origin(data).endswith(f"host {began['host']} · task {EVIL[:25]}")
     assert ("learner steps", "60 of 60") in shown and (
@@ -230,7 +245,7 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
         "40.0% → 90.0%",
     ) in shown
     assert ("of the generated tokens were trained", "80.0%") in shown and (
-        "lag, largest (bound 4)",
+        "staleness, largest (bound 4)",
         "3",
     ) in shown
 
@@ -242,7 +257,7 @@ def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
         {"trained": 48000.0, "rejected": 9000.0, "unused": 3000.0},
     ), "the line of the end counts"
     times = dict(times_by_cause(data))
-    assert times["learner time"] == {"working": 15.0, "starved": 12.0} and times["engine time"] == {
+    assert times["learner time"] == {"working": 15.0, "idle": 12.0} and times["engine time"] == {
         "working": 24.0,
         "paused": 6.0,
     }
@@ -281,7 +296,7 @@ def test_a_long_run_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:
 def test_a_policy_that_swings_around_old_data_is_told_of(
     tmp_path: Path, third: float, last: float, lag: float, said: bool
 ) -> None:
-    old = {"train/lag_max": lag, "train/lag_mean": lag, "time/step": 1.0}
+    old = {"train/staleness_max": lag, "train/staleness_mean": lag, "time/step": 1.0}
     shares = [0.6] * 40 + [third] * 20 + [last] * 20
     rows = (
         old | {"step": step, "time": float(step), "train/ess": share}
@@ -301,15 +316,15 @@ def test_the_window_tells_what_the_learner_did_when(run_dir: Path) -> None:
         1.5
     )
     for index, each in enumerate(rows):
-        (wait, train, publish) = (
-            window.learner[cause][index] for cause in ("wait", "train", "publish")
+        (wait, train, sync) = (
+            window.learner[cause][index] for cause in ("wait", "train", "weight_sync")
         )
         assert (
             wait[0] == each.time - 0.5
             and wait[1] - wait[0] == pytest.approx(0.2)
             and train == pytest.approx((wait[1], wait[1] + 0.25))
         )
-        assert publish[1] == pytest.approx(each.time)
+        assert sync[1] == pytest.approx(each.time)
     assert "no journal" in window.notes[0] and list(window.phases) == ["checkpoint"]
     assert read_window(data, steps=(500, 510)) is None
 
@@ -412,7 +427,7 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         taken |= {meta.group_id: 100.0 * step + 40 for meta in batch.groups}
         rows.append(
             row(step, 100.0 * step + 90)
-            | {"time/step": 80.0, "time/wait": 30.0, "time/train": 45.0, "time/publish": 5.0}
+            | {"time/step": 80.0, "time/wait": 30.0, "time/train": 45.0, "time/weight_sync": 5.0}
         )
         await queue.get_batch(step + 1)
         await queue.live(step)

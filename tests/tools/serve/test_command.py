@@ -88,9 +88,9 @@ def test_an_episode_by_hand_ends_with_a_line_and_all_with_a_signal(tmp_path: Pat
     assert "env_done" in read_until(process, "episode 2:")
     assert process.wait(60) == 0
     shown = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [len(one["rows"]) for one in shown] == [2, 1]
-    assert [row["begun"] for row in shown[0]["rows"]] == ["", "shortened"]
-    assert "1+1=" in shown[0]["rows"][0]["text"] and "+2=" in shown[0]["rows"][0]["text"]
+    assert [len(one["sequences"]) for one in shown] == [2, 1]
+    assert [row["begun"] for row in shown[0]["sequences"]] == ["", "shortened"]
+    assert "1+1=" in shown[0]["sequences"][0]["text"] and "+2=" in shown[0]["sequences"][0]["text"]
 
 
 def test_programs_are_played_and_failures_are_told(tmp_path: Path) -> None:
@@ -104,7 +104,9 @@ def test_programs_are_played_and_failures_are_told(tmp_path: Path) -> None:
     shown = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert sorted(one["episode"] for one in shown) == [1, 2, 3]
     assert all(one["failed"]["reason"] == "exception" for one in shown)
-    assert all(sum(one["rows"][0]["mask"]) > 0 for one in shown), "what was said before is there"
+    assert all(sum(one["sequences"][0]["mask"]) > 0 for one in shown), (
+        "what was said before is there"
+    )
 
 
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ def test_rows_are_shown_with_their_tokens_and_their_mask() -> None:
     episode = talked()
     episode.episode.finish_reason, episode.episode.verdict = "env_done", 1.0
     lines = "\n".join(Shown(3, episode, 1.25).lines(text))
-    assert "episode 3: env_done, rewards correct 0, verdict 1.0, 1.2 s" in lines
-    assert "3 turns in 2 rows, 14 sampled tokens" in lines
+    assert "episode 3: env_done, rewards correct 0, correct: 1.0, 1.2 s" in lines
+    assert "3 turns in 2 sequences, 14 sampled tokens" in lines
     assert "1 turn more that nobody read: not trained" in lines
-    first, second = lines.split("  row 1, anew: edited")
+    first, second = lines.split("  sequence 1, anew: edited")
     assert [line.split()[0] for line in first.splitlines()[4:] if line] == [
         "prompt",
         "sampled",
@@ -59,11 +59,11 @@ def test_rows_are_shown_with_their_tokens_and_their_mask() -> None:
 
 def test_the_record_has_all_of_it() -> None:
     record = json.loads(json.dumps(Shown(1, talked(), 1.0).record(text)))
-    assert (record["failed"], record["unread_turns"], len(record["rows"])) == (None, 1, 2)
-    for row in record["rows"]:
+    assert (record["failed"], record["unread_turns"], len(record["sequences"])) == (None, 1, 2)
+    for row in record["sequences"]:
         assert len(row["mask"]) == len(row["response_ids"])
         assert sum(row["mask"]) == len(row["logprobs"]) == row["versions"][-1][-1]
-    first, second = record["rows"]
+    first, second = record["sequences"]
     assert (first["begun"], second["begun"]) == ("", "edited")
     assert first["text"] == "a?one\x01b?two\x01"
     sampled = [one for one, mask in zip(first["response_ids"], first["mask"], strict=True) if mask]
@@ -84,8 +84,8 @@ def test_a_failure_is_shown_with_its_reason_and_what_was_said_before() -> None:
 
 def test_an_episode_in_which_nobody_asked_has_no_rows() -> None:
     shown = Shown(1, served(Policy()), 0.1)
-    assert "0 turns in 0 rows" in "\n".join(shown.lines(text))
-    assert shown.record(text)["rows"] == []
+    assert "0 turns in 0 sequences" in "\n".join(shown.lines(text))
+    assert shown.record(text)["sequences"] == []
 
 
 def test_rows_are_shown_with_their_label_and_the_row_that_they_come_from() -> None:
@@ -109,13 +109,13 @@ def test_rows_are_shown_with_their_label_and_the_row_that_they_come_from() -> No
 
     asyncio.run(scenario())
     shown = Shown(1, episode, 1.0)
-    assert [line for line in shown.lines(text) if line.startswith("  row")] == [
-        "  row 0, of 'solver'",
-        "  row 1, of 'judge'",
-        "  row 2, anew: branch behind row 1, of 'judge'",
+    assert [line for line in shown.lines(text) if line.startswith("  sequence")] == [
+        "  sequence 0, of 'solver'",
+        "  sequence 1, of 'judge'",
+        "  sequence 2, anew: branch after sequence 1, of 'judge'",
     ]
-    rows = shown.record(text)["rows"]
-    assert [(row["label"], row["behind_row"]) for row in rows] == [
+    rows = shown.record(text)["sequences"]
+    assert [(row["label"], row["after_sequence"]) for row in rows] == [
         ("solver", None),
         ("judge", None),
         ("judge", 1),

@@ -106,8 +106,8 @@ def load(engine: Any, directory: str, *, layout: dict[str, Any]) -> dict[str, An
     stage = layout[_STAGE]
     if other_ranks and stage not in _DIVISIBLE_STAGES:
         raise ValueError(
-            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, "
-            f"whose files only {saved_ranks} ranks can read; set learner.ranks={saved_ranks}"
+            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}. "
+            f"Only as many ranks can read its files; set learner.ranks={saved_ranks}"
         )
     divided = other_ranks and stage > 0
     loaded, client_state = engine.load_checkpoint(

@@ -152,8 +152,7 @@ class _Taken(Popen):
             set_spawning_popen(None)
         if self._fds:
             raise RuntimeError(
-                "EngineCore wants open files of its parent, which a process that runs "
-                "already cannot be given"
+                "EngineCore needs open files of its parent, but its process already runs"
             )
         ahead = self._early.take()
         self.finalizer = _UTIL.Finalize(

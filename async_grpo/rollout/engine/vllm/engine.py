@@ -180,7 +180,7 @@ class VllmEngine:
         pause = inspect.signature(AsyncMPClient.pause_scheduler_async)
         if not {"mode", "clear_cache"} <= pause.parameters.keys():
             raise SetupError(
-                "this vLLM cannot pause with requests kept, or not say what becomes of "
+                "this vLLM cannot pause and keep its requests, or does not say what becomes of "
                 "their caches; install the version of packages.toml"
             )
         shared = device == "cuda" and TRANSPORTS[backend].colocated
@@ -324,8 +324,7 @@ class VllmEngine:
             logprobs = state.logprobs_processor.logprobs.logprobs
             if len(tokens) != len(logprobs):
                 raise EngineError(
-                    f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs; it "
-                    "is not kept"
+                    f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs"
                 )
             starts = state.weight_version_starts
             ends = [start for _, start in starts[1:]] + [len(tokens)]

@@ -59,7 +59,7 @@ class CacheChoice:
         return clears, (
             f"computing {tokens:,} tokens again takes {cost:.1f} s, "
             f"{'at most' if clears else 'more than'} {SHARE:.0%} of the {interval:.1f} s since the "
-            "last publication"
+            "last weight sync"
         )
 
     def resumed(self, tokens: int, lengths: Callable[[], dict[str, int]]) -> None:

@@ -261,8 +261,8 @@ class NcclSender(WeightSender):
                 sending.result(timeout=seconds)
             except TimeoutError:
                 raise TransferStuck(
-                    "the learner waits in NCCL for engines that are gone, and could not "
-                    f"abort it within {seconds:g} s"
+                    "the learner waits in NCCL for lost engines, and the abort did not "
+                    f"end within {seconds:g} s"
                 ) from None
 
     def _allocate(self) -> Tensor:
@@ -280,8 +280,8 @@ class NcclSender(WeightSender):
         if 2 * nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
                 f"a copy of the weights to send takes up to {2 * nbytes / 2**20:,.0f} "
-                f"MiB of pinned host memory, {available / 2**20:,.0f} MiB are available; set "
-                "weight_sync.overlap: false and weight_sync.self_check: false to do without"
+                f"MiB of pinned host memory, {available / 2**20:,.0f} MiB are available; to do "
+                "without, set weight_sync.overlap: false and weight_sync.self_check: false"
             )
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

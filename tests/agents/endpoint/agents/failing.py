@@ -50,7 +50,7 @@ def reader_mb() -> float:
     return int(peak.split()[1]) / 1024
 
 
-RIGHT = json.dumps({"rewards": {"correct": 1.0}, "verdict": 1})
+RIGHT = json.dumps({"rewards": {"correct": 1.0}, "correct": 1})
 if kind not in ("never_asks", "asks_too_much", "hides_it") and "OFFLINE" not in os.environ:
     messages.append(ask())
 if kind == "exits":
@@ -74,7 +74,7 @@ elif kind == "prints_a_gigabyte":
     print("\n" + json.dumps({"rewards": {"correct": 1.0}, "metrics": grown}))
 elif kind == "result_of_line_ends":
     answer = "a\u2028b\u2029c\x85d"
-    result = {"rewards": {"correct": 1.0}, "verdict": 1, "answer": answer}
+    result = {"rewards": {"correct": 1.0}, "correct": 1, "answer": answer}
     sys.stdout.buffer.write(b"half\r" + json.dumps(result, ensure_ascii=False).encode())
 elif kind == "result_of_size":
     result = json.loads(RIGHT) | {"answer": ""}

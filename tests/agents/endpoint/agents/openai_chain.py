@@ -20,4 +20,4 @@ while True:
     answer = f"{table[int(digit)]}>" if verb == "g" and known else "?>"
     messages += [said, {"role": "user", "content": answer}]
 print("the last line counts")
-print(json.dumps({"rewards": {"correct": verdict}, "verdict": verdict}))
+print(json.dumps({"rewards": {"correct": verdict}, "correct": verdict}))

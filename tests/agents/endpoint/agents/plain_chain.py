@@ -28,4 +28,4 @@ while True:
         break
     answer = f"{table[int(digit)]}>" if verb == "g" and known else "?>"
     messages += [said, {"role": "user", "content": answer}]
-print(json.dumps({"rewards": {"correct": verdict}, "verdict": verdict}))
+print(json.dumps({"rewards": {"correct": verdict}, "correct": verdict}))
