@@ -146,7 +146,9 @@ def _class(found: griffe.Class, shown: str) -> Iterator[str]:
 def _member(member: griffe.Object, *, fields: bool, dataclass: bool) -> str:
     """Describe a public attribute, property or method; nothing for another."""
     name, special = member.name, member.name.startswith("__")
-    if name == "__init__" or (name.startswith("_") and not (special and member.docstring)):
+    if name in ("__init__", "__new__"):
+        return ""
+    if name.startswith("_") and not (special and member.docstring):
         return ""
     if isinstance(member, griffe.Function):
         waits = "async " if "async" in member.labels else ""
