@@ -453,7 +453,7 @@ class Frames:
         return pack_frames([self.frames[group_id] for group_id in group_ids])
 
 
-def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
+def test_a_few_groups_are_shown_with_rewards_and_staleness(tmp_path) -> None:
     told, queue = RecordingListener(), Frames([group(group_id, 30) for group_id in range(4)])
     config = Config.model_validate(
         {"run": {"total_steps": 40}, "model": {"path": "m"}, "tracking": {"sample_rows": 20}}
@@ -496,7 +496,7 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
     asyncio.run(first())
     assert queue.asked == [(33, [1, 3])] and len(told.rows) == ROWS
     best, worst = told.rows[:2]
-    assert (best["step"], best["source"], best["group_id"], best["lag"], best["tokens"]) == (
+    assert (best["step"], best["source"], best["group_id"], best["staleness"], best["tokens"]) == (
         33,
         "training",
         1,

@@ -54,7 +54,7 @@ async def test_a_whole_run_prints_a_line_for_every_event_and_a_step_now_and_then
         await run.coordinator.publish(step)
         await run.coordinator.wait()
         log.logged(step, METRICS)
-        console.verdict(kind="engines" if step % 7 else "learner", text="learner idle")
+        console.bottleneck(kind="engines" if step % 7 else "learner", text="learner idle")
         if step == 100:
             log.error("the checkpoint of step 100 could not be written")
             log.note("a rollout actor died; another actor takes its place")
@@ -65,9 +65,9 @@ async def test_a_whole_run_prints_a_line_for_every_event_and_a_step_now_and_then
     assert [line.split()[1] for _, line in (steps[0], steps[-1])] == ["1/250", "250/250"]
     apart = [later - at for (at, _), (later, _) in pairwise(steps[:-1])]
     assert min(apart) >= 10.0 and len(steps) > STEPS * STEP_S / 12
-    verdicts = [at for at, _ in printed.of("verdict")]
-    assert len(verdicts) > 2
-    assert min(b - a for a, b in pairwise(verdicts)) >= 30.0
+    sentences = [at for at, _ in printed.of("bottleneck")]
+    assert len(sentences) > 2
+    assert min(b - a for a, b in pairwise(sentences)) >= 30.0
     assert len(printed.of("first weight sync")) == 1
     assert len(printed.of("error: ")) == len(printed.of("a rollout actor died")) == 1
     assert len(printed.lines) <= LIMIT
