@@ -45,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def token_tensors() -> Iterator[dict[str, Any]]:
-    """What docs/algorithms.md trains on: two groups of two rows of three tokens."""
+    """What docs/reference/algorithms.md trains on: two groups of two rows of three tokens."""
     import torch
 
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
@@ -63,7 +63,7 @@ def token_tensors() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def an_episode() -> Iterator[dict[str, Any]]:
-    """What the program in docs/agents.md finds: a problem, and a policy that answers. It is played
+    """What the program in docs/how-to/tools-and-environments.md finds: a problem, and a policy that answers. It is played
     below as a run plays it.
     """
     pytest.importorskip("openai")  # not where vLLM is missing
@@ -76,12 +76,12 @@ def an_episode() -> Iterator[dict[str, Any]]:
         yield {"index": {}}  # of the tool `search`
 
 
-GIVEN = {"docs/algorithms.md": token_tensors, "docs/agents.md": an_episode}
+GIVEN = {"docs/reference/algorithms.md": token_tensors, "docs/how-to/tools-and-environments.md": an_episode}
 """What the code of a page takes as given."""
 
 
 def an_agent_scores(blocks: list[Snippet], row: str) -> None:
-    """The program of docs/agents.md in its own task, with rows of both forms."""
+    """The program of docs/how-to/tools-and-environments.md in its own task, with rows of both forms."""
     [posed] = [settings(block.code).task for block in blocks if "my_agent.py]" in block.code]
     Path("rows.jsonl").write_text(row + '\n{"prompt": "What is 17 + 25?", "answer": 42}\n')
     Path("held_out.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n')
@@ -107,7 +107,7 @@ def an_agent_scores(blocks: list[Snippet], row: str) -> None:
 
 
 def a_tool_is_called(blocks: list[Snippet], row: str) -> None:
-    """The function of docs/agents.md, with the schema that its docstring makes."""
+    """The function of docs/how-to/tools-and-environments.md, with the schema that its docstring makes."""
     tool = sys.modules["my_module"]
     tool.index = SimpleNamespace(find=lambda query: [query] * 5)
     task = with_tools(load_task(TaskConfig(name="arithmetic"), 0), ["my_module.search"])
@@ -127,9 +127,9 @@ def rows_are_scored(blocks: list[Snippet], row: str) -> None:
     assert worth == [1.0, 0.0]
 
 
-SHOWN = {"docs/agents.md": (an_agent_scores, a_tool_is_called), "README.md": (rows_are_scored,)}
+SHOWN = {"docs/how-to/tools-and-environments.md": (an_agent_scores, a_tool_is_called), "README.md": (rows_are_scored,)}
 """What has come out when the code of a page has been tried. Others are in the tests of their parts:
-docs/extending.md, docs/tasks.md, the environment of docs/agents.md."""
+docs/how-to/extend.md, docs/how-to/data.md, the environment of docs/how-to/tools-and-environments.md."""
 
 
 def executed(page: str) -> list[Snippet]:

@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training, by what is learnt:
-`python -m benchmarks.async_vs_sync [--rows docs/async_vs_sync.jsonl] [--docs docs/benchmarks.md]
-[--picture docs/async_vs_sync.png]`.
+`python -m benchmarks.async_vs_sync [--rows benchmarks/results/async_vs_sync.jsonl] [--docs docs/explanation/benchmarks.md]
+[--picture docs/assets/async_vs_sync.png]`.
 
 Real runs of the same system on a task with long tails (`long_sums`): once with
 `replay.max_staleness: 0`, which is synchronous, once with 2. Each side gets the settings that are

@@ -1,4 +1,4 @@
-"""docs/api.md is what the code says: against the sources, and against the objects themselves."""
+"""docs/reference/api.md is what the code says: against the sources, and against the objects themselves."""
 
 from __future__ import annotations
 
