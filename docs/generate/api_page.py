@@ -18,9 +18,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 SECTIONS = {
     "A task of your own": (
         "`task.name: my_module:MyTask` names a class like `Task`; nothing is inherited or "
-        "registered ([tasks.md](tasks.md)). Its `score` is the verifier, and runs in children of "
+        "registered ([data](../how-to/data.md)). Its `score` is the verifier, and runs in children of "
         "the rollout actors. A task with an `environment` has episodes in place of `score` "
-        "([agents.md](agents.md)).",
+        "([tools and environments](../how-to/tools-and-environments.md)).",
         {
             "tasks.base": "Task Problem Score WarmsUp TaskError",
             "environments.base": "HasEnvironment Environment Action Observation HasTools",
@@ -32,7 +32,7 @@ SECTIONS = {
         {"run.callbacks.early_stopping": "*", "contrib.metric_stream": "*", "contrib.tune": "*"},
     ),
     "What plugins are called with": (
-        "Functions that are registered get one of these ([extending.md](extending.md)).",
+        "Functions that are registered get one of these ([extend](../how-to/extend.md)).",
         {
             "algo.losses": "Terms",
             "algo.estimators": "Groups Options",
@@ -65,7 +65,7 @@ to import (torch, Ray, vLLM) is imported when a name needs it, not with the pack
 ## `async_grpo`
 
 `from async_grpo import ...` gives these names. How they are used:
-[running.md](running.md#in-a-notebook), [extending.md](extending.md).
+[notebook](../how-to/notebook.md), [extend](../how-to/extend.md).
 """
 
 
@@ -134,7 +134,7 @@ def _class(found: griffe.Class, shown: str) -> Iterator[str]:
         head = f"{found.name}({bases})" if bases and not is_section else found.name
     yield _text(f"{shown}.{head}", found)
     if is_section:
-        yield "Its fields are the settings: [configuration.md](configuration.md).\n"
+        yield "Its fields are the settings: [configuration](configuration/index.md).\n"
     members: dict[str, str] = {}
     for one in chain:
         for member in one.members.values():
