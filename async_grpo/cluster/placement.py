@@ -161,7 +161,7 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
             f"{needed}, the first for the one who starts it (as a trial of Ray Tune asks for them: "
-            "docs/how-to/notebook.md)"
+            "docs/library.md)"
         )
     sharers = 2 if shared else 1
 

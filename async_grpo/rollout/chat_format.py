@@ -248,7 +248,7 @@ def parser_of(tokenizer: Any, wanted: str) -> str | None:
     raise SetupError(
         "there are tools, but nothing here says how this model writes tool calls: set "
         f"`environment.tool_parser` to a parser of {ENGINE.name}, for example hermes or "
-        "llama3_json (docs/how-to/tools-and-environments.md), and use a model whose chat template knows tools"
+        "llama3_json (docs/agents.md), and use a model whose chat template knows tools"
     )
 
 
@@ -303,7 +303,7 @@ def _renderer(tokenizer: Any, model: str, wanted: str) -> Any:
             return None
         raise SetupError(
             f"`environment.renderer` is {wanted!r}, but the package `renderers` is not installed "
-            "(docs/how-to/tools-and-environments.md says how)"
+            "(docs/agents.md says how)"
         ) from error
     name = library.MODEL_RENDERER_MAP.get(model) if wanted == "auto" else wanted
     if name is None:

@@ -81,7 +81,7 @@ class RunLog:
             self._console.error(
                 f"step {step}: on tokens of the same weights the learner's log-probs differ from "
                 f"the engines' by {error:.2g} on average (weights/sampler_error): what is trained "
-                "is not what was sampled (docs/how-to/failures.md)"
+                "is not what was sampled (docs/failures.md)"
             )
 
     def samples(self, rows: list[dict[str, Any]]) -> None:

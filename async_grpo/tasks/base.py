@@ -113,7 +113,7 @@ def refuse_rows(settings: schema.TaskConfig) -> None:
         if given is not None and ":" not in settings.name:
             raise TaskError(
                 f"task.{key} is {given!r}, but task {settings.name} makes its problems itself; "
-                "leave it out, or choose a task with rows (docs/how-to/data.md)"
+                "leave it out, or choose a task with rows (docs/tasks.md)"
             )
 
 

@@ -16,10 +16,11 @@ import griffe
 PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 
 SECTIONS = {
-    "A task of your own": (
+    "A custom task": (
         "`task.name: my_module:MyTask` names a class like `Task`; nothing is inherited or "
-        "registered ([data](../how-to/data.md)). Its `score` is the verifier, and runs in children of "
-        "the rollout actors. A task with an `environment` has episodes in place of `score` "
+        "registered ([rewards](../how-to/rewards.md)). Its `score` is the verifier, and runs in "
+        "children of the rollout "
+        "actors. A task with an `environment` has episodes in place of `score` "
         "([tools and environments](../how-to/tools-and-environments.md)).",
         {
             "tasks.base": "Task Problem Score WarmsUp TaskError",
@@ -27,8 +28,8 @@ SECTIONS = {
         },
     ),
     "Callbacks and sweeps": (
-        "Callbacks that are there, by their names in `run.callbacks` or as objects; one of your "
-        "own is a subclass of `Callback`.",
+        "Built-in callbacks, by their names in `run.callbacks` or as objects; a custom one is a "
+        "subclass of `Callback`.",
         {"run.callbacks.early_stopping": "*", "contrib.metric_stream": "*", "contrib.tune": "*"},
     ),
     "What plugins are called with": (

@@ -1,4 +1,5 @@
-"""The reference pages that are written from the code: settings, command line, API.
+"""The reference pages that are written: settings, command line and API from the code, metrics from
+`metrics.toml`.
 
     python docs/generate/pages.py            writes them into docs/reference
     python docs/generate/pages.py --check    compares them; 1 if one is out of date
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import api_page
 import cli_page
+import metrics_page
 
 from async_grpo.config.docs import Setting, options, settings
 from async_grpo.config.resume import marks
@@ -145,6 +147,7 @@ def render() -> dict[str, str]:
         **{f"configuration/{name}": text for name, text in configuration().items()},
         "cli.md": cli_page.render(),
         "api.md": api_page.render(),
+        "metrics.md": metrics_page.render(),
     }
 
 

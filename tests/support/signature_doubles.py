@@ -41,8 +41,8 @@ class Anything(MagicMock):
 
 
 class Metrics(dict[str, Any]):
-    """Values by name. Raises KeyError for a name that docs/reference/metrics.md does not explain, and that
-    neither the module that made them nor the trainer, which adds some, ever says.
+    """Values by name. Raises KeyError for a name that docs/reference/metrics.md does not explain,
+    and that neither the module that made them nor the trainer, which adds some, ever says.
     """
 
     def __init__(self, module: types.ModuleType) -> None:

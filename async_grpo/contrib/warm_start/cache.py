@@ -167,7 +167,7 @@ def unfit(problem: Problem) -> str:
     lack = "solutions" if isinstance(prompt, str) else "plain-text prompts"
     return (
         f"the task has no {lack}, on which model.warm_start would train a model: give its problems "
-        "a text as prompt and a solution (docs/how-to/data.md), or set model.path to a model of your own "
+        "a text as prompt and a solution (docs/tasks.md), or set model.path to a model of your own "
         "and model.warm_start=null"
     )
 

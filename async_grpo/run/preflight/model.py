@@ -121,7 +121,7 @@ def rate_notes(config: Config) -> Iterator[str]:
         yield (
             f"note: replay.max_staleness is {bound} and learner.schedule is constant: what is "
             "learnt from data so old swings to the end of the run; set learner.schedule: linear "
-            "(the recipe large_lag, docs/explanation/staleness.md), or settle where the end is not known"
+            "(the recipe large_lag, docs/concepts.md), or settle where the end is not known"
         )
 
 
