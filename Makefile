@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `install` makes and keeps up to date (well below a second when nothing changed).
 #   PYTHON=python3.12   the Python to build .venv from     SET=cpu|gpu   the package set (default: gpu where there is an NVIDIA GPU)
 #   ARGS="..."          passed on to the run or to pytest
-#   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
+#   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/explanation/fault-tolerance.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
@@ -55,7 +55,7 @@ test-light:  ## run the tests that need no torch, on another Python: PYTHON=pyth
 mutants: install  ## disconnect every setting in turn: a test of it must fail
 	@$(IN_VENV) python -m tests.wiring.mutants $(ARGS)
 
-gpu-check: install  ## run the GPU paths on this machine, stage by stage: one table, one file (docs/gpu.md); STAGES="ipc kill"
+gpu-check: install  ## run the GPU paths on this machine, stage by stage: one table, one file (docs/how-to/gpus.md); STAGES="ipc kill"
 	@$(IN_VENV) python -m benchmarks.gpu_check $(STAGES) $(ARGS)
 
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
@@ -67,8 +67,8 @@ lint: install  ## check style and format
 types: install  ## check the types
 	@$(IN_VENV) mypy
 
-docs: install  ## write the reference pages again: docs/configuration.md, docs/api.md
-	@$(IN_VENV) python docs/pages.py
+docs: install  ## write the reference pages again: docs/reference/configuration.md, docs/reference/api.md
+	@$(IN_VENV) python docs/generate/pages.py
 
 format: install  ## format everything
 	@$(IN_VENV) ruff check --fix --select I . && ruff format .

@@ -23,7 +23,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 REPOSITORY = os.environ.get("ASYNC_GRPO_REPOSITORY", "").rstrip("/")
 """Address of the published source, such as https://host/owner/async_grpo; without one the metadata
-has no links (docs/decisions.md says why).
+has no links (docs/contributing/decisions.md says why).
 """
 
 

@@ -1,5 +1,5 @@
 """The quickstart, seed by seed: `python -m benchmarks.quickstart --seeds 0 1 2 3 4 [--cold]` prints
-the table of docs/quickstart.md.
+the table of docs/tutorials/quickstart.md.
 
 Each seed is one whole command in a process of its own; nothing is read from inside it but its
 metrics.jsonl. `--cold` gives every seed an empty warm-start cache. Memory is the largest sum of the

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md as a user would take them: written to files, named in a
+"""The examples of docs/how-to/extend.md as a user would take them: written to files, named in a
 configuration, and run.
 """
 
@@ -41,7 +41,7 @@ from tests.support.models import write_model
 from tests.support.processes import free_port
 from tests.support.registers import registers_put_back
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "extend.md"
 KINDS = ["soft_clip", "median", "fading", "brevity", "rambling"]
 WEIGHTS = {"correct": 1.0}
 TIMES = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}

@@ -1,4 +1,4 @@
-"""The paths of docs/architecture.md are those of the code."""
+"""The paths of docs/explanation/architecture.md are those of the code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
 def path(title: str) -> list[tuple[str, str]]:
     """The (file, function) rows under a heading of the page, in order."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     [section] = [one for one in page.split("\n## ") if one.startswith(title)]
     return ROW.findall(section)
 

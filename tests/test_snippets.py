@@ -29,11 +29,16 @@ from tests.support import commands
 from tests.support.answering_endpoint import answering_endpoint
 from tests.support.reader import Reader, settings
 from tests.support.real_parsers import Incomplete, Refused
-from tests.support.snippets import EXECUTED, LANGUAGES, PAGES, Snippet, of_pages, prose
+from tests.support.snippets import EXECUTED, LANGUAGES, PAGES, ROOT, Snippet, of_pages, prose
 
 SNIPPETS = of_pages()
 UNCHECKED: dict[str, str] = {}
 """`page: first line` of a block that cannot be checked -> why. At most three."""
+
+
+def page_name(page: Path) -> str:
+    """From the root of the checkout."""
+    return page.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def token_tensors() -> Iterator[dict[str, Any]]:
-    """What docs/algorithms.md trains on: two groups of two rows of three tokens."""
+    """What docs/reference/algorithms.md trains on: two groups of two rows of three tokens."""
     import torch
 
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
@@ -63,7 +68,8 @@ def token_tensors() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def an_episode() -> Iterator[dict[str, Any]]:
-    """What the program in docs/agents.md finds: a problem, and a policy that answers. It is played
+    """What the program in docs/how-to/external-agents.md finds: a problem, and a policy that
+    answers. It is played
     below as a run plays it.
     """
     pytest.importorskip("openai")  # not where vLLM is missing
@@ -76,12 +82,16 @@ def an_episode() -> Iterator[dict[str, Any]]:
         yield {"index": {}}  # of the tool `search`
 
 
-GIVEN = {"docs/algorithms.md": token_tensors, "docs/agents.md": an_episode}
+GIVEN = {
+    "docs/reference/algorithms.md": token_tensors,
+    "docs/how-to/external-agents.md": an_episode,
+    "docs/how-to/tools-and-environments.md": an_episode,
+}
 """What the code of a page takes as given."""
 
 
 def an_agent_scores(blocks: list[Snippet], row: str) -> None:
-    """The program of docs/agents.md in its own task, with rows of both forms."""
+    """The program of docs/how-to/external-agents.md in its own task, with rows of both forms."""
     [posed] = [settings(block.code).task for block in blocks if "my_agent.py]" in block.code]
     Path("rows.jsonl").write_text(row + '\n{"prompt": "What is 17 + 25?", "answer": 42}\n')
     Path("held_out.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n')
@@ -107,7 +117,7 @@ def an_agent_scores(blocks: list[Snippet], row: str) -> None:
 
 
 def a_tool_is_called(blocks: list[Snippet], row: str) -> None:
-    """The function of docs/agents.md, with the schema that its docstring makes."""
+    """The function of docs/how-to/tools-and-environments.md with the schema of its docstring."""
     tool = sys.modules["my_module"]
     tool.index = SimpleNamespace(find=lambda query: [query] * 5)
     task = with_tools(load_task(TaskConfig(name="arithmetic"), 0), ["my_module.search"])
@@ -127,9 +137,15 @@ def rows_are_scored(blocks: list[Snippet], row: str) -> None:
     assert worth == [1.0, 0.0]
 
 
-SHOWN = {"docs/agents.md": (an_agent_scores, a_tool_is_called), "README.md": (rows_are_scored,)}
+SHOWN = {
+    "docs/how-to/external-agents.md": (an_agent_scores,),
+    "docs/how-to/tools-and-environments.md": (a_tool_is_called,),
+    "README.md": (rows_are_scored,),
+}
 """What has come out when the code of a page has been tried. Others are in the tests of their parts:
-docs/extending.md, docs/tasks.md, the environment of docs/agents.md."""
+docs/how-to/extend.md, docs/how-to/data.md, the environment of
+docs/how-to/tools-and-environments.md.
+"""
 
 
 def executed(page: str) -> list[Snippet]:
@@ -154,7 +170,7 @@ def test_every_block_says_what_it_is() -> None:
             complain(block, f"`{found[0]}...` can be checked, so it is no ```text")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_code_is_fenced(page: Path) -> None:
     for number, line in enumerate(prose(page.read_text(encoding="utf-8")).splitlines(), 1):
         if re.match(r" {4}(?! *([-*]|\d+\.) )", line):  # items of lists may be that far right
@@ -185,7 +201,7 @@ def test_the_programs_would_take_the_commands(page: str, home: Path) -> None:
                 complain(block, f"`{line.strip()}`: {refusal}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_commands_in_sentences_have_real_options(page: Path, home: Path) -> None:
     text = prose(page.read_text(encoding="utf-8"))
     for line in re.findall(r"`((?:python -m|make|ray|async-grpo) [^`]+)`", text):

@@ -81,7 +81,7 @@ def test_the_metadata_names_licence_readme_and_addresses(wheel: zipfile.ZipFile)
     assert wheel.read(folder + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     text = str(metadata.get_payload())
     assert text.strip().startswith("# async_grpo")
-    assert f"]({REPOSITORY}/blob/main/docs/concepts.md)" in text
+    assert f"]({REPOSITORY}/blob/main/docs/explanation/staleness.md)" in text
     assert "](docs/" not in text
     for page in ("CITATION.cff", "CHANGELOG.md"):
         assert metadata["Version"] in (ROOT / page).read_text(encoding="utf-8"), page

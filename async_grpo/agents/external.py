@@ -51,7 +51,7 @@ class External(ServedTask):
             )
         yield (
             "episodes are played by workers; rollout actors say where they are in "
-            f"{Path(config.run.dir) / DIRECTORY} (docs/agents.md)"
+            f"{Path(config.run.dir) / DIRECTORY} (docs/how-to/external-agents.md)"
         )
 
     def environment(self) -> Elsewhere:

@@ -4,7 +4,7 @@ policy swinging.
 Pure. The sign is the effective sample size of the trained tokens (`train/ess`), current against
 sampling policy. While a run learns from data that is K steps old it falls short of 1 by as much as
 the policy moves in K steps; where it stops rising, the policy moves to and fro. The rule is this
-project's own; its figures are in docs/benchmarks.md.
+project's own; its figures are in docs/explanation/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         needed = ", ".join(map(str, bundles(config, gpus=gpus)))
         raise PlacementError(
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
-            f"{needed}, the first for the process that starts it (docs/library.md, Ray Tune)"
+            f"{needed}, the first for the process that starts it (docs/how-to/notebook.md)"
         )
     sharers = 2 if shared else 1
 

@@ -51,7 +51,7 @@ class Exported:
         if name not in self._gauges:
             self._gauges[name] = Gauge(
                 gauge_name(name),
-                description=f"{name} of async_grpo, see docs/metrics.md",
+                description=f"{name} of async_grpo, see docs/reference/metrics.md",
                 tag_keys=("run",),
             )
         self._gauges[name].set(float(value), tags=self._tags)

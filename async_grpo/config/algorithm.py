@@ -238,7 +238,7 @@ class Algorithm(Section):
     """Weight of the entropy bonus."""
     plugins: list[ModuleName] = Field([])
     """Python modules of yours that register estimators, losses, importance modes or reward
-    shapings; see docs/extending.md.
+    shapings; see docs/how-to/extend.md.
     """
 
     @property

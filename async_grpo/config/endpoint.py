@@ -18,7 +18,7 @@ class EndpointConfig(Section):
     on_resume = FREE
     host: str = "127.0.0.1"
     """Interface that each rollout actor listens on. Anything but loopback lets others reach it, who
-    need an episode's key (docs/security.md).
+    need an episode's key (docs/explanation/security.md).
     """
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of each rollout actor; 0 takes a free one, as several actors on a machine need it."""

@@ -204,7 +204,7 @@ class Run(Section):
     """Passes over the training prompts, rounded down to whole learner steps."""
     callbacks: dict[str, dict[str, Any]] = Field({})
     """What is called at the events of the run, with its options: `early_stopping`, `metric_stream`,
-    or a class of yours as `package.module:Class` (docs/library.md).
+    or a class of yours as `package.module:Class` (docs/how-to/notebook.md).
     """
     on_callback_error: Literal["fail", "count"] = "fail"
     """An error in a callback ends the run with the callback's name, or is counted."""
@@ -239,7 +239,7 @@ class TaskConfig(Section):
     name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = (
         "arithmetic"
     )
-    """Built-in task (docs/tasks.md lists them: `arithmetic`, `gsm8k`, `chain`, ...) or a path
+    """Built-in task (docs/how-to/data.md lists them: `arithmetic`, `gsm8k`, `chain`, ...) or a path
     `package.module:Class`.
     """
     train: str | None = None

@@ -248,7 +248,8 @@ def parser_of(tokenizer: Any, wanted: str) -> str | None:
     raise SetupError(
         "the task has tools, but the format of this model's tool calls is unknown: set "
         f"`environment.tool_parser` to a parser of {ENGINE.name}, for example hermes or "
-        "llama3_json (docs/agents.md), and use a model whose chat template knows tools"
+        "llama3_json (docs/how-to/tools-and-environments.md), and use a model whose chat template "
+        "knows tools"
     )
 
 
@@ -303,7 +304,7 @@ def _renderer(tokenizer: Any, model: str, wanted: str) -> Any:
             return None
         raise SetupError(
             f"`environment.renderer` is {wanted!r}, but the package `renderers` is not installed "
-            "(docs/agents.md says how)"
+            "(docs/how-to/tools-and-environments.md says how)"
         ) from error
     name = library.MODEL_RENDERER_MAP.get(model) if wanted == "auto" else wanted
     if name is None:

@@ -81,7 +81,7 @@ class RunLog:
             self._console.error(
                 f"step {step}: with the same weights, log-probs of learner and engines differ by "
                 f"{error:.2g} on average (weights/sampler_error): the trained policy is not the "
-                "sampled one (docs/failures.md)"
+                "sampled one (docs/how-to/failures.md)"
             )
 
     def samples(self, rows: list[dict[str, Any]]) -> None:

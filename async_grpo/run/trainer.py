@@ -203,7 +203,7 @@ class Trainer:
     def steps(self, steps: int | None = None) -> Iterator[dict[str, Any]]:
         """Train learner steps one by one, to the end of the run or `steps` of them.
 
-        Gives the metrics of each (docs/metrics.md) with `training_iteration` (the step),
+        Gives the metrics of each (docs/reference/metrics.md) with `training_iteration` (the step),
         `time_this_iter_s`, `time_total_s` (of this start) and `done` (it was the run's last). A
         publication goes on while the caller has the result, as between the steps of `train`; at
         the end the newest weights are live. The caller may save, evaluate, restore or break.

@@ -140,6 +140,6 @@ def grace_period() -> str | None:
         line += (
             ", which is too short for a learner step and a checkpoint of a real model: set "
             "RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of the job's runtime_env "
-            "(docs/jobs.md); a killed run continues from its last checkpoint"
+            "(docs/how-to/deploy/ray.md); a killed run continues from its last checkpoint"
         )
     return line

@@ -114,7 +114,7 @@ def refuse_rows(settings: schema.TaskConfig) -> None:
         if given is not None and ":" not in settings.name:
             raise TaskError(
                 f"task.{key} is {given!r}, but task {settings.name} generates its problems; "
-                "leave it out, or choose a task with data rows (docs/tasks.md)"
+                "leave it out, or choose a task with data rows (docs/how-to/data.md)"
             )
 
 

@@ -87,7 +87,8 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
         lacking.remove("score")
     if lacking and settings.name not in BUILT_IN:
         raise TaskError(
-            f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)"
+            f"{settings.name} is no task: it has no {', '.join(lacking)} "
+            "(docs/how-to/data.md shows one)"
         )
     return task
 

@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training, by what is learnt:
-`python -m benchmarks.async_vs_sync [--rows docs/async_vs_sync.jsonl] [--docs docs/benchmarks.md]
-[--picture docs/async_vs_sync.png]`.
+`python -m benchmarks.async_vs_sync [--rows benchmarks/results/async_vs_sync.jsonl]
+[--docs docs/explanation/benchmarks.md] [--picture docs/assets/async_vs_sync.png]`.
 
 Real runs of the same system on a task with long tails (`long_sums`): once with
 `replay.max_staleness: 0`, which is synchronous, once with 2. Each side gets the settings that are
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.async_vs_sync",
         description="What is learnt in the same time, asynchronously and synchronously.",
     )
-    default = ROOT / "docs" / "async_vs_sync.jsonl"
+    default = ROOT / "benchmarks" / "results" / "async_vs_sync.jsonl"
     parser.add_argument("--rows", type=Path, default=default, help="one JSON row per run")
     parser.add_argument("--docs", type=Path, help="write the table into that page")
     parser.add_argument("--picture", type=Path, help="draw the curves into that PNG file")

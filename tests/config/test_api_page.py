@@ -1,4 +1,4 @@
-"""docs/api.md is what the code says: against the sources, and against the objects themselves."""
+"""docs/reference/api.md is what the code says: compared with the sources, and with the objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import async_grpo
 from async_grpo.environments import base as environments
 from async_grpo.tasks import base as tasks
 
-TEXT = (pages.DOCS / "api.md").read_text(encoding="utf-8")
+TEXT = (pages.REFERENCE / "api.md").read_text(encoding="utf-8")
 SOURCES = {
     "__init__": """
 from typing import TYPE_CHECKING
@@ -131,7 +131,7 @@ def test_names_are_followed_and_members_inherited(small: None) -> None:
 def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pages.main(["--check"]) == 0
     assert pages.main(["--check"], folder=tmp_path) == 1
-    assert "configuration.md is out of date: run `make docs`" in capsys.readouterr().out
+    assert "api.md is out of date: run `make docs`" in capsys.readouterr().out
     assert pages.main([], folder=tmp_path) == 0 and pages.main(["--check"], folder=tmp_path) == 0
     (tmp_path / "api.md").write_text("another")
     assert pages.main(["--check"], folder=tmp_path) == 1
@@ -145,7 +145,7 @@ def test_nothing_heavy_is_imported_for_the_page() -> None:
         text=True,
         timeout=60,
         check=True,
-        cwd=pages.DOCS,
+        cwd=Path(pages.__file__).parent,
     )
     assert not {"torch", "ray", "vllm", "numpy"} & set(done.stdout.split())
 

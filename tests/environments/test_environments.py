@@ -81,7 +81,7 @@ def test_problems_are_what_their_index_says_and_none_is_held_out() -> None:
 
 
 def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = (ROOT / "docs" / "agents.md").read_text()
+    document = (ROOT / "docs" / "how-to" / "tools-and-environments.md").read_text()
     (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", document, re.DOTALL)[1])
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "guess", raising=False)
@@ -98,7 +98,7 @@ def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pytest.Mo
 def test_finish_reasons_of_the_document_are_those_of_the_code() -> None:
     from async_grpo.wire.groups import FINISH_REASONS
 
-    document = (ROOT / "docs" / "agents.md").read_text()
+    document = (ROOT / "docs" / "how-to" / "tools-and-environments.md").read_text()
     ends = document.partition("## What ends an episode")[2].partition("\n## ")[0]
     told = re.findall(r"^\| `(\w+)` \|", ends, re.MULTILINE)
     assert set(told) == set(FINISH_REASONS) - {"stop"}

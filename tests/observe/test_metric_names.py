@@ -1,4 +1,4 @@
-"""Every metric that the code names is explained in docs/metrics.md."""
+"""Every metric that the code names is explained in docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_metric_in_the_code_is_on_the_page() -> None:
         for name, path in found.items()
         if name not in page | UNTRACKED and not _begins(name, page)
     }
-    assert missing == {}, "explain them in docs/metrics.md"
-    assert of_the_loss() - page == set(), "explain them in docs/metrics.md"
+    assert missing == {}, "explain them in docs/reference/metrics.md"
+    assert of_the_loss() - page == set(), "explain them in docs/reference/metrics.md"
     assert not UNTRACKED & page
     assert found.keys() >= UNTRACKED | BEGINNINGS
 

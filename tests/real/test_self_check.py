@@ -56,7 +56,7 @@ def sequences(request: pytest.FixtureRequest, serving: Serving) -> list[TokenSeq
 def test_ten_starts_and_what_does_not_arrive(
     serving: Serving, sequences: list[TokenSequence], tmp_path: Path
 ) -> None:
-    """The table of docs/gpu.md."""
+    """The table of docs/how-to/gpus.md."""
     seeds = SEEDS if serving.dtype == "bfloat16" else SEEDS[:4]
     false, missed = [], []
     for seed in seeds:

@@ -130,7 +130,7 @@ def test_weights_that_changed_behind_the_back_are_found(
 def test_alarms_by_noise(
     kind: str, serving: Serving, sequences: list[TokenSequence], tmp_path: Path, level: int
 ) -> None:
-    """The table of docs/gpu.md: false and missed alarms of ten draws each."""
+    """The table of docs/how-to/gpus.md: false and missed alarms of ten draws each."""
     noise = NOISES[kind][level]
     seeds, measured, false = range(10), [], []
     for seed in seeds:

@@ -278,7 +278,9 @@ def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
 def test_the_documented_table_is_the_one_of_the_code() -> None:
     rows = dict(
         re.findall(
-            r"^\| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "failures.md").read_text(), re.MULTILINE
+            r"^\| (\d+) \| ([^|]+) \|",
+            (ROOT / "docs" / "how-to" / "failures.md").read_text(),
+            re.MULTILINE,
         )
     )
     assert rows == {str(code): meaning for code, meaning in EXIT_MEANING.items()}

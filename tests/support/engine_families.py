@@ -188,7 +188,7 @@ def in_child(name: str) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """The table of docs/models.md."""
+    """The table of docs/reference/models.md."""
     written = [
         "| family | learner | first load | publication | engine on CPU |",
         "|---|---|---|---|---|",
@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--docs", type=Path, help="docs/models.md")
+    parser.add_argument("--docs", type=Path, help="docs/reference/models.md")
     arguments = parser.parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     set_environment("cpu")

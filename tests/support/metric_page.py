@@ -1,4 +1,4 @@
-"""The names of metrics that docs/metrics.md explains."""
+"""The names of metrics that docs/reference/metrics.md explains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 from tests.support.snippets import ROOT
 
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 NAME = re.compile(
     "(?:train|rollout|replay|time|weights|eval|cluster|checkpoint|tracking|goodput|plan)"
     "(?:/[a-z0-9_]+)+"

@@ -41,8 +41,8 @@ class Anything(MagicMock):
 
 
 class Metrics(dict[str, Any]):
-    """Values by name. Raises KeyError for a name that docs/metrics.md does not explain, and that
-    neither the module that made them nor the trainer, which adds some, ever says.
+    """Values by name. Raises KeyError for a name that docs/reference/metrics.md does not explain,
+    and that neither the module that made them nor the trainer, which adds some, ever says.
     """
 
     def __init__(self, module: types.ModuleType) -> None:
@@ -53,7 +53,7 @@ class Metrics(dict[str, Any]):
         if documented(name):
             return 0.5
         if name not in _texts(self._module) | _texts(sys.modules[TRAINERS[0]]):
-            raise KeyError(f"docs/metrics.md explains no metric {name}")
+            raise KeyError(f"docs/reference/metrics.md explains no metric {name}")
         return Anything(name=name)
 
 

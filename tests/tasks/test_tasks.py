@@ -460,7 +460,7 @@ def test_options_are_answered_in_words():
         (
             "class Mine:\n    def __init__(self, settings, seed): ...\n"
             "    weights = {'correct': 1.0}\n    __len__ = train = evaluation = score = len\n",
-            r"own_task:Mine is no task: it has no fingerprint \(docs/tasks\.md shows one\)",
+            r"own_task:Mine is no task: it has no fingerprint \(docs/how-to/data\.md shows one\)",
         ),
     ],
 )
@@ -701,7 +701,7 @@ def test_check_score():
 
 
 def test_the_documented_task_works(tmp_path, monkeypatch):
-    document = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
     (tmp_path / "word_count.py").write_text(
         re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
     )

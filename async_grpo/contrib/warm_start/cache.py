@@ -167,7 +167,7 @@ def unfit(problem: Problem) -> str:
     lack = "solutions" if isinstance(prompt, str) else "plain-text prompts"
     return (
         f"the task has no {lack}, which model.warm_start needs: give its problems a text as prompt "
-        "and a solution (docs/tasks.md), or set model.path to your own model "
+        "and a solution (docs/how-to/data.md), or set model.path to your own model "
         "and model.warm_start=null"
     )
 

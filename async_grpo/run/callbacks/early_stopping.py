@@ -36,13 +36,13 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         target: float | None = None,
     ) -> None:
-        """Take the rule. metric: of evaluations or of learner steps (docs/metrics.md). Raises
-        ValueError.
+        """Take the rule. metric: of evaluations or of learner steps (docs/reference/metrics.md).
+        Raises ValueError.
         """
         if mode not in ("max", "min"):
             raise ValueError(f"mode is {mode!r}; it is max or min")
         if not isinstance(metric, str):
-            raise ValueError(f"metric is {metric!r}; it is a name (docs/metrics.md)")
+            raise ValueError(f"metric is {metric!r}; it is a name (docs/reference/metrics.md)")
         if not isinstance(patience, int) or patience < 1:
             raise ValueError(f"patience is {patience!r}; it is a whole number, at least 1")
         if not _is_number(min_delta) or min_delta < 0:
@@ -106,7 +106,9 @@ class EarlyStopping(Callback):
         if self._without >= MOST_WITHOUT:
             near = difflib.get_close_matches(self._metric, self._seen, n=3)
             meant = f"; there are {', '.join(near)}" if near else ""
-            raise ValueError(f"no metric is called {self._metric}{meant} (docs/metrics.md)")
+            raise ValueError(
+                f"no metric is called {self._metric}{meant} (docs/reference/metrics.md)"
+            )
 
 
 def _is_number(value: object) -> bool:

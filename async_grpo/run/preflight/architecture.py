@@ -130,9 +130,9 @@ def _costs(config: Config, choice: Choice, found: PretrainedConfig) -> Iterator[
         group, prompt = config.rollout.group_size, config.rollout.prompt_length
         response = config.rollout.longest_row - prompt
         times = group * (prompt + response) / (prompt + group * response)
-        yield f"note: {kind} {_ROWS.format(times)} (docs/models.md)"
+        yield f"note: {kind} {_ROWS.format(times)} (docs/reference/models.md)"
     if choice.needs_logits:
-        yield f"note: {kind} {_LOGITS} (docs/models.md)"
+        yield f"note: {kind} {_LOGITS} (docs/reference/models.md)"
     if getattr(found.get_text_config(), "output_router_logits", False):
         yield (
             f"note: {kind} asks for a loss that balances its experts (output_router_logits in its "

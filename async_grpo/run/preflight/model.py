@@ -121,7 +121,8 @@ def rate_notes(config: Config) -> Iterator[str]:
         yield (
             f"note: replay.max_staleness is {bound} and learner.schedule is constant: with data "
             "so stale the policy oscillates to the end of the run; set learner.schedule: linear "
-            "(the recipe large_staleness, docs/concepts.md), or settle where the end is not known"
+            "(the recipe large_staleness, docs/explanation/staleness.md), or settle where the end "
+            "is not known"
         )
 
 

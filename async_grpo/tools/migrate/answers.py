@@ -242,7 +242,7 @@ ANSWERS = (
     Answer("all", "critic.* critic", "there is no critic here: advantages come from groups"),
     Answer("verl, OpenRLHF", "reward_model.* reward_model reward_pretrain remote_rm_url",
            "a task scores the responses here, in its own code: `task.name: my_module:MyTask` "
-           "may ask a model or a service (docs/tasks.md)"),
+           "may ask a model or a service (docs/how-to/rewards.md)"),
     Answer("TRL, verl", "report_to logger trainer.logger use_wandb wandb wandb.*",
            "runs are tracked by MLflow, at `tracking.uri` (null: a database in `run.dir`)"),
     Answer("AReaL, PipelineRL", "steps_per_iteration",

@@ -25,7 +25,7 @@ DESCRIPTION = (
     "Write a configuration of verl, ROLL, AReaL, TRL, OpenRLHF or prime-rl as one of async_grpo, "
     "with a comment for each key that means something else or nothing here; or one of an earlier "
     "async_grpo in the form of this one. Then: async-grpo check "
-    "OUT.yaml. docs/migration.md says what differs."
+    "OUT.yaml. docs/how-to/migrate.md says what differs."
 )
 
 

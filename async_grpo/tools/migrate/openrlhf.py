@@ -213,7 +213,7 @@ vllm_gpu_memory_utilization vllm.gpu_memory_utilization enforce_eager
     rule.if_true("load_checkpoint ckpt.load_enable", {"checkpoint.resume": "auto"}),
     *rule.left(f"""
 reward_pretrain remote_rm_url agent_func_path reward.remote_url reward.model_name_or_path -- rewards
-    come from the task's `score` (docs/tasks.md)
+    come from the task's `score` (docs/how-to/rewards.md)
 input_key label_key output_key apply_chat_template input_template prompt_data_probs max_samples
     train_split data.* -- {rule.DATA_FILES}
 use_dynamic_batch *dynamic_batch_enable -- micro-batches are always counted in tokens
@@ -223,7 +223,7 @@ vllm_generate_batch_size -- engines generate all the time here
 max_len -- `rollout.prompt_length` + `rollout.response_length`
 normalize_reward reward.normalize_enable -- of a reward model's values; see `algorithm.reward_norm`
 stop_properly_penalty_coef -- `algorithm.mask_truncated`, or a shaping of your own
-    (docs/extending.md)
+    (docs/how-to/extend.md)
 partial_rollout partial_rollout_enable -- responses always go on under new weights here
 actor.adam.* actor.muon.* actor.optim actor.min_lr_ratio -- AdamW is the optimizer here, and
     schedules fall to 0

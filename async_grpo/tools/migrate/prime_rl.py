@@ -86,7 +86,8 @@ loss.dppo_mask_high=algorithm.policy_loss.dppo.high
 token_batch_size -- batches are counted in groups
 micro_batch_size -- `learner.tokens_per_micro_batch`: seq_len
 sampling.* -- not while training here: the learner could not repeat it
-env.* -- an environment of the package verifiers: a task of yours (docs/tasks.md, docs/agents.md)
+env.* -- an environment of the package verifiers: a custom task
+    (docs/how-to/tools-and-environments.md)
 filter_zero_advantages -- such groups have no gradient here, and stay in the divisor;
     `replay.filter_groups` replaces them
 advantage.* buffer.* curriculum.* concurrency.* -- `replay` holds what is under way

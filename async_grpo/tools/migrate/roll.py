@@ -276,7 +276,7 @@ actor_infer.* -- an argument of the engine: see `cluster.engine.vllm`
 ^reference.* -- the reference is the initial policy, or `model.reference`
 ^rewards.*.query_filter_config.* -- a filter of groups by their mean score, of one domain:
     `replay.filter_groups`, with accuracy_low and accuracy_high, is of all
-^rewards.* ^reward.* -- write it as the `score` of a task (docs/tasks.md)
+^rewards.* ^reward.* -- write it as the `score` of a task (docs/how-to/rewards.md)
 validation.* -- evaluations here are greedy, and `evaluation.n` sampled
 ^defaults* ^config_name ^config_path -- the files that it names are not read: ROLL's defaults are
     taken

@@ -307,7 +307,8 @@ _NOTES = {
 
 LAYOUT = "how memory is laid out there; here `learner.zero_stage` and `learner.deepspeed`"
 A_PART = "a part of `task.train` and `task.eval`, behind the name and its configuration"
-DATA_FILES = "how rows are read; a task knows its own (docs/tasks.md)"
+_PAGE = "docs/how-to/data.md"
+DATA_FILES = f"how rows are read; a task knows its own ({_PAGE})"
 SUMMED = (
     "in the reward of every token; estimators that compare groups sum it up before their baseline "
     "here"
@@ -337,7 +338,7 @@ def data(keys: str, ours: str, split: str = "", usual: str = "") -> KeyRule:
         name = text(parts[0])
         rows, hub = name.endswith(_ROWS), _NAME.fullmatch(name) and not name.endswith(_OTHER_FILES)
         if not rows and not hub:
-            return "rows are read from JSONL files and from data sets of the hub (docs/tasks.md)"
+            return f"rows are read from JSONL files and from data sets of the hub ({_PAGE})"
         name = _CONFIGURED.get(name, name)
         part = next((source.find(key) for key in split.split() if source.has(key)), usual)
         own = "test" if ours == "task.eval" else "train"

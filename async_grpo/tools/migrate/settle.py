@@ -81,7 +81,7 @@ def _complete(draft: Draft) -> None:
     found = next(((name, rows) for name, rows in _TASKS.items() if name in said), None)
     name, rows = found or ("jsonl", "rows.jsonl")
     how = "guessed from its data" if found else "not in the file"
-    draft.put("task.name", name, f"{how}: a built-in task, or a class of yours (docs/tasks.md)")
+    draft.put("task.name", name, f"{how}: a built-in task, or a class (docs/how-to/data.md)")
     if "task.train" not in draft.kept:
         draft.put("task.train", rows, f"{how}: the rows to train")
         if found:

@@ -241,7 +241,7 @@ _RULES = (
 ^dataset_config ^dataset_train_split -- a part of `task.train`
 ^dataset_test_split ^dataset_streaming ^shuffle_dataset ^remove_unused_columns ^dataloader_*
     -- {rule.DATA_FILES}
-^reward_funcs ^reward_model_name_or_path -- write them as the `score` of a task (docs/tasks.md)
+^reward_funcs ^reward_model_name_or_path -- write the `score` of a task (docs/how-to/rewards.md)
 ^reward_weights -- `task.rewards`, a weight by the name of each component
 ^num_processes ^nproc_per_node ^nnodes -- `learner.ranks`, and what groups are counted over
 ^per_device_eval_batch_size ^num_generations_eval -- engines take what fits

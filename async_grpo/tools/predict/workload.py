@@ -27,7 +27,7 @@ from async_grpo.tools.predict.engine import Speed
 
 CPU_CONTENTION = 1.16
 """How much longer a learner step takes on CPU while engines generate, with cores of their own:
-memory is shared (docs/planning.md). On GPUs 1.
+memory is shared (docs/how-to/predict.md). On GPUs 1.
 """
 
 

@@ -171,7 +171,7 @@ def test_what_a_forward_pass_costs_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert rows == (
         "note: bloom is computed by its own forward pass in padded sequences, so that a prompt is "
         "computed once for every response: with these lengths up to 2.3 times the tokens "
-        "(docs/models.md)"
+        "(docs/reference/models.md)"
     )
     [logits] = notes(str(tmp_path / "gemma2"))
     assert "memory grows with the square of the sequence length" in logits

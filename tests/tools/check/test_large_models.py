@@ -1,5 +1,5 @@
-"""The table of docs/gpu.md: what models of 0.5 to 70 billion parameters take on 1, 8 and 16 GPUs,
-and which of them are refused.
+"""The table of docs/how-to/gpus.md: what models of 0.5 to 70 billion parameters take on 1, 8 and
+16 GPUs, and which of them are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROW = re.compile(
 )
 ROWS = [
     found.groupdict()
-    for line in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs" / "how-to" / "gpus.md").read_text(encoding="utf-8").splitlines()
     if (found := ROW.match(line))
 ]
 

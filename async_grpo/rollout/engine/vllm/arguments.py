@@ -155,5 +155,5 @@ def set_environment(device: str) -> None:
         # compiling small sampler functions would take 18 s at the first request
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # latent attention is computed wrongly there (docs/models.md)
+        # latent attention is computed wrongly there (docs/reference/models.md)
         os.environ.setdefault("VLLM_MLA_DISABLE", "1")
