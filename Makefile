@@ -61,13 +61,14 @@ gpu-check: install  ## run the GPU paths on this machine, stage by stage: one ta
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)
 
-lint: install  ## check style and format
+lint: install  ## check style and format, and build the site of docs/ (site/index.html)
 	@$(IN_VENV) ruff check . && ruff format --check . && python tests/figures.py
+	@$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 types: install  ## check the types
 	@$(IN_VENV) mypy
 
-docs: install  ## write the reference pages again: docs/reference/configuration.md, docs/reference/api.md
+docs: install  ## write the reference pages again: settings, command line, metrics, API
 	@$(IN_VENV) python docs/generate/pages.py
 
 format: install  ## format everything

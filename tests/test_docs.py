@@ -133,3 +133,21 @@ def test_the_readme_is_short_and_its_commands_exist() -> None:
     named = [*recipe, *re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)]
     assert set(named) <= set(recipes()), named
     assert all(f"`{name}`" in text for name in recipes())
+
+
+def test_every_picture_is_drawn_by_a_script_and_shown() -> None:
+    scripts = [ROOT / "docs" / "generate" / name for name in ("pictures.py", "screenshots.py")]
+    drawn = "".join(script.read_text(encoding="utf-8") for script in scripts)
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = sorted((ROOT / "docs" / "assets").iterdir())
+    assert len(pictures) > 5
+    for picture in pictures:
+        name = picture.name if picture.suffix == ".png" else picture.stem
+        assert f'"{name}"' in drawn or f'"{picture.name}"' in drawn, f"no script makes {picture}"
+        assert f"assets/{picture.name})" in shown, f"no page shows {picture}"
+
+
+def test_pages_that_the_product_names_exist() -> None:
+    for source in sorted((ROOT / "async_grpo").rglob("*.py")):
+        for page in re.findall(r"docs/[\w/-]+\.md", source.read_text(encoding="utf-8")):
+            assert (ROOT / page).is_file(), f"{source.relative_to(ROOT)} names {page}"
