@@ -10,8 +10,10 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from async_grpo.agents.program import Program
 from async_grpo.config.schema import TaskConfig
 from async_grpo.environments.base import Action
 from async_grpo.environments.tools import with_tools
+from async_grpo.tasks.base import Score, check_score
 from async_grpo.tasks.registry import load_task
 from tests.support import commands
 from tests.support.answering_endpoint import answering_endpoint
@@ -137,7 +140,29 @@ def rows_are_scored(blocks: list[Snippet], row: str) -> None:
     assert worth == [1.0, 0.0]
 
 
+def rewards_are_given(blocks: list[Snippet], row: str) -> None:
+    """The tasks of docs/how-to/rewards.md with their settings; the judge by its own server."""
+    mine, judged = (settings(block.code).task for block in blocks if block.language == "yaml")
+    Path("rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": "2"}')
+    task = load_task(mine, 0)
+    score = check_score(task.score("It is 2.", task.train(0).reference), task.weights)
+    assert score == Score({"correct": 1.0, "short": 1.0}, 1.0)
+    Path("judge_key").write_text("secret\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), sys.modules["judge_server"].Judge)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+    try:
+        options = {"url": f"http://127.0.0.1:{server.server_port}/", "key_file": "judge_key"}
+        task = load_task(judged.model_copy(update={"options": options}), 0)
+        task.warm_up()
+        worth = [task.score(said, task.train(0).reference) for said in ("2 ", "3")]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert worth == [Score({"judge": 1.0}, 1.0), Score({"judge": 0.0}, 0.0)]
+
+
 SHOWN = {
+    "docs/how-to/rewards.md": (rewards_are_given,),
     "docs/how-to/external-agents.md": (an_agent_scores,),
     "docs/how-to/tools-and-environments.md": (a_tool_is_called,),
     "README.md": (rows_are_scored,),

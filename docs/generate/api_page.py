@@ -13,7 +13,7 @@ from typing import Any
 
 import griffe
 
-PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
+PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
 
 SECTIONS = {
     "A custom task": (
