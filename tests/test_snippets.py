@@ -85,7 +85,15 @@ def an_episode() -> Iterator[dict[str, Any]]:
         yield {"index": {}}  # of the tool `search`
 
 
+@contextmanager
+def wandb() -> Iterator[dict[str, Any]]:
+    """A fake of the package that docs/how-to/tracking.md sends metrics to."""
+    with mock.patch.dict(sys.modules, wandb=mock.MagicMock()):
+        yield {}
+
+
 GIVEN = {
+    "docs/how-to/tracking.md": wandb,
     "docs/reference/algorithms.md": token_tensors,
     "docs/how-to/external-agents.md": an_episode,
     "docs/how-to/tools-and-environments.md": an_episode,

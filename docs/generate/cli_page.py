@@ -14,8 +14,8 @@ _INTRODUCTION = f"""\
 
 <!-- Written by `make docs` from the code: change it there. -->
 
-`{PROGRAM} VERB ...` and `python -m async_grpo VERB ...` are the same. In a Ray job,
-`python -m async_grpo.run CONFIG` is the same as `{PROGRAM} train CONFIG`.
+A command is `{PROGRAM}`, a verb and its arguments; `python -m async_grpo` takes the same. In a Ray
+job, `python -m async_grpo.run CONFIG` is the same as `{PROGRAM} train CONFIG`.
 A verb that takes a run takes the newest one in `runs/` where none is named.
 
 | verb | what it does |
