@@ -40,7 +40,7 @@ def _verb(verb: str, module: str) -> list[str]:
     home.arguments(parser)
     taken = parser._actions
     usage = " ".join([f"{PROGRAM} {verb}", *map(_usage, taken)])
-    lines = [f"## `{verb}`", "", home.DESCRIPTION, "", f"`{usage}`"]
+    lines = [f"## `{verb}`", "", home.DESCRIPTION, "", "```text", usage, "```"]
     if taken:
         lines += ["", "| argument | meaning |", "| --- | --- |"]
         lines += [f"| `{_name(one)}` | {_meaning(one)} |" for one in taken]
