@@ -13,7 +13,7 @@ from async_grpo.cluster.placement import Node, place
 from async_grpo.cluster.session import gpu_bytes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.run.preflight.devices import check_device, look_at_gpus
+from async_grpo.run.preflight.devices import check_device, look_at_memory
 from tests.support.wiring import tiny_model
 
 GIB = 2**30
@@ -34,16 +34,16 @@ def config_of(**engine: Any) -> Config:
 @pytest.mark.parametrize("known", [{}, {"other": 1}, {"n": 24 * GIB}])
 def test_what_fits_or_is_not_known_begins(known: dict[str, int]) -> None:
     config = config_of()
-    look_at_gpus(config, tiny_model(), places(config), known)
+    look_at_memory(config, tiny_model(), places(config), known)
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
     config = config_of()
     with pytest.raises(SetupError, match=r"a learner rank needs about 1\.\d GiB and a GPU has 1.0"):
-        look_at_gpus(config, tiny_model(), places(config), {"n": GIB})
+        look_at_memory(config, tiny_model(), places(config), {"n": GIB})
     small = config_of(gpu_memory_utilization=0.1)
     with pytest.raises(SetupError, match=r"an engine needs at least 3.0 GiB .* and has 2.4 GiB"):
-        look_at_gpus(small, tiny_model(), places(small), {"n": 24 * GIB})
+        look_at_memory(small, tiny_model(), places(small), {"n": 24 * GIB})
 
 
 class Driver:
