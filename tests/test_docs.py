@@ -39,20 +39,52 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_example_of_ones_own_model_and_rows_passes_a_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """README's example of one's own model and rows, in a directory of its own."""
     example = README.read_text(encoding="utf-8").partition("## Your model, your rows")[2]
     [row, settings_of_it] = re.findall(r"```(?:json|yaml)\n(.*?)```", example, re.DOTALL)[:2]
     for name, numbers in (("rows.jsonl", range(30, 60)), ("held_out.jsonl", range(60, 70))):
         lines = [row.replace("17", str(number)) for number in numbers]
         (tmp_path / name).write_text("".join(lines))
     (tmp_path / "own.yaml").write_text(settings_of_it)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("memory", "fits"), [("24", True), ("22.5", True), ("12", False)])
+def test_the_example_fits_a_small_gpu(
+    example: Path,
+    memory: str,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cards that are sold as 24 GB have 22.5 to 24 GiB."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no hub")
+
+    monkeypatch.setattr("transformers.utils.cached_file", refuse)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    assert check(["own.yaml", "--assume", f"gpus=1,memory={memory}"]) == (0 if fits else 2)
+    said = capsys.readouterr().out
+    chosen = f" with gradient checkpointing, chosen to fit {memory} GiB (about "
+    assert (chosen in said) is fits
+    written = said.partition("# resolved configuration")[2].partition("\n\n")[0]
+    assert "\n  gradient_checkpointing: true\n" in written, "in numbers"
+    assert ("`async-grpo check` shows the parts" in said) is not fits
+    assert "gradient_checkpointing=true" not in said, "it is on"
+
+
+def test_the_example_of_ones_own_model_and_rows_passes_a_dry_run(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path = example
     model = Path(write_model(tmp_path / "model"))
     told = json.loads((model / "tokenizer_config.json").read_text())
     told["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(told))
-    monkeypatch.chdir(tmp_path)
     assert check(["own.yaml", f"model.path={model}"]) == 0
     said = capsys.readouterr().out
     assert "16 groups x 8 responses" in said and not (tmp_path / "runs").exists()

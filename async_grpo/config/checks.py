@@ -136,7 +136,7 @@ def _batches(config: Config) -> Iterator[str]:
             f"`rollout.response_length` {rollout.response_length}, which is a part of it: raise it."
         )
     total = rollout.longest_row
-    if total > learner.tokens_per_micro_batch:
+    if total > config.micro_batch_tokens:
         yield (
             f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
             f"response may need {rollout.longest_row_in_words} tokens: make it shorter, or give at "
@@ -220,7 +220,7 @@ def _learner(config: Config) -> Iterator[str]:
             "`learner.compile` is true and `learner.zero_stage` is 3, which gathers weights inside "
             "the layers that would be compiled: use stage 2, or leave `compile` out."
         )
-    if config.learner.activation_offload and not config.learner.gradient_checkpointing:
+    if config.learner.activation_offload and not config.learner.recomputes:
         yield (
             "`learner.activation_offload` is true and `learner.gradient_checkpointing` is false: "
             "without it every activation of every layer would move; set it to true too."

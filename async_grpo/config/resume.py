@@ -28,6 +28,7 @@ _SLICED = fixed(
     "with `learner.zero_stage` 3 every rank reads the slices that a rank of the same number wrote"
 )
 _NEVER = frozenset({"run.dir"})
+_TOKENS = "tokens_per_micro_batch"
 _ABSENT = object()
 _SHOWN = 5
 
@@ -125,6 +126,18 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
         changes.all.append(Change(name, there, here, mark, trains))
     changes.unknown.extend(_unknown(saved, ()))
     return changes
+
+
+def keep_chosen(config: Config, saved: Mapping[str, Any], *keys: str) -> Config:
+    """Give the `keys` of `learner` that are `auto` the values that saved settings have: what a
+    start before chose.
+    """
+    learner = config.learner
+    found = {key: _at(saved, ("learner", key)) for key in keys if getattr(learner, key) == "auto"}
+    known = {key: value for key, value in found.items() if value not in (_ABSENT, "auto")}
+    if known.get(_TOKENS, config.rollout.longest_row) < config.rollout.longest_row:
+        del known[_TOKENS]  # of shorter sequences; what is chosen anew is told as a change
+    return config.unchecked_copy(update={"learner": learner.unchecked_copy(update=known)})
 
 
 def training_digest(config: Config) -> str:

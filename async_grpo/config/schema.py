@@ -430,6 +430,10 @@ class Replay(Section):
     journal: Journal = Journal()
 
 
+MICRO_BATCH_TOKENS = 16384
+"""Of a forward pass, where memory allows it."""
+
+
 class LearnerConfig(Section):
     """Set ranks, minibatches, optimizer and DeepSpeed."""
 
@@ -451,9 +455,12 @@ class LearnerConfig(Section):
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
     tokens_per_micro_batch: Annotated[
-        Positive, warn("the order of sums, so the last bits of gradients", trains=True)
-    ] = 16384
-    """Most tokens in one forward pass of one rank; a prompt that sequences share counts once."""
+        Literal["auto"] | Positive,
+        warn("the order of sums, so the last bits of gradients", trains=True),
+    ] = "auto"
+    """Most tokens in one forward pass of one rank; a prompt that sequences share counts once. `auto`:
+    16,384, or as many as fit the memory; a resumed run keeps what it had.
+    """
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: Annotated[
@@ -475,8 +482,10 @@ class LearnerConfig(Section):
     """
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
-    gradient_checkpointing: Annotated[bool, FREE] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Annotated[Literal["auto"] | bool, FREE] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time. `auto`:
+    where they do not fit the memory otherwise.
+    """
     activation_offload: Annotated[bool, FREE] = False
     """Keep what `gradient_checkpointing` stores, the inputs of layers, in host memory."""
     compile: Annotated[bool, warn("the rounding of log-probs and gradients", trains=True)] = False
@@ -485,6 +494,12 @@ class LearnerConfig(Section):
     """
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; what is kept elsewhere needs it."""
+        given = self.gradient_checkpointing
+        return self.activation_offload if given == "auto" else given
 
 
 class Config(Section):
@@ -524,6 +539,12 @@ class Config(Section):
     def mini_batch_groups(self) -> int:
         """Groups per optimizer update."""
         return self.learner.ppo_mini_batch_size or self.rollout.rollout_batch_size
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch; while `auto` is not resolved, where the choice begins."""
+        given = self.learner.tokens_per_micro_batch
+        return max(MICRO_BATCH_TOKENS, self.rollout.longest_row) if given == "auto" else given
 
     @property
     def updates_per_step(self) -> int:

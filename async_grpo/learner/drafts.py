@@ -57,9 +57,7 @@ def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
 
 def available_bytes() -> int:
     """Count the memory that is free, or can be freed at once, in this machine and container."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    available = _of_machine("MemAvailable")
     try:
         limit, used = (
             (_CGROUP / name).read_text(encoding="ascii").strip()
@@ -72,3 +70,19 @@ def available_bytes() -> int:
     if limit == "max":
         return available
     return min(available, int(limit) - int(used) + int(usage["inactive_file"]))
+
+
+def host_bytes() -> int:
+    """Count the memory of this machine, or of the container where that has less."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        limit = "max"
+    total = _of_machine("MemTotal")
+    return total if limit == "max" else min(total, int(limit))
+
+
+def _of_machine(field: str) -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields[field].split()[0]) * 1024

@@ -129,7 +129,7 @@ class Learner:
     def _build_policy(self, model_dir: str) -> TrainedModel:
         """Return the model that is trained."""
         learner = self.config.learner
-        model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
+        model = self._load(model_dir, gradient_checkpointing=learner.recomputes)
         adapters.restrict(
             model.hf,
             self.config.model,
@@ -444,7 +444,7 @@ class Learner:
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
-        passes = micro_batches(shapes, self.config.learner.tokens_per_micro_batch)
+        passes = micro_batches(shapes, self.config.micro_batch_tokens)
         if self.sharded:
             most = int(self._collectives.largest(len(passes)))
             passes += [[]] * (most - len(passes))

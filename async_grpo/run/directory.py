@@ -69,7 +69,7 @@ class RunDirectory:
 
     def begin(self, config: Config, console: Console) -> None:
         """Write down the settings, and from now on the state that the console shows."""
-        self._write(config)
+        self.write(config)
         console.begin_run(self.path, run=config.run.name)
 
     def begin_again(self, config: Config) -> None:
@@ -77,7 +77,7 @@ class RunDirectory:
         compared with each other.
         """
         (self.path / "metrics.jsonl").write_text("", encoding="utf-8")
-        self._write(config)
+        self.write(config)
 
     def go_on(self, step: int, *, note: Callable[[str], None]) -> None:
         """Set checkpoints of another history than that up to `step` aside."""
@@ -88,7 +88,8 @@ class RunDirectory:
         """Let another start have it. A second call does nothing."""
         self._lock.release()
 
-    def _write(self, config: Config) -> None:
+    def write(self, config: Config) -> None:
+        """Write down the settings."""
         (self.path / "config.yaml").write_text(dump(config), encoding="utf-8")
 
     def _give_up(self, why: str) -> None:

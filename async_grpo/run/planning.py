@@ -138,7 +138,7 @@ class RowMath:
             batch.step,
             updates,
             ranks=config.learner.ranks,
-            token_budget=config.learner.tokens_per_micro_batch,
+            token_budget=config.micro_batch_tokens,
             epoch_updates=len(updates) // config.learner.ppo_epochs,
         )
 

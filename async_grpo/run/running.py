@@ -3,7 +3,7 @@
 Runs in: the driver. Hides the thread of the event loop, which keeps rollout actors, publications
 and health probes going, and in which order things come up and go:
 
-    connect: thread, Ray -> start: places, models, processes
+    connect: thread, Ray -> find_room: places, memory -> start: models, processes
     end: processes -> disconnect: Ray as it was before -> close: thread
 
 Invariant: after `end` and `disconnect` no process and no shared-memory segment is left.
@@ -22,14 +22,14 @@ from async_grpo.errors import RunError
 from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.checkpoint.saver import Saver
 from async_grpo.run.connection import Connection
-from async_grpo.run.preflight.devices import look_at_gpus
+from async_grpo.run.preflight.devices import look_at_memory
 from async_grpo.run.preflight.run_check import Checked
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.stopping import Stop
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
     from async_grpo.run.rerun import Rerun
-    from async_grpo.run.system import System
+    from async_grpo.run.system import Places, System
 
 
 class RunningSystem:
@@ -43,6 +43,7 @@ class RunningSystem:
         self.connection: Connection | None = None
         self.system: System | None = None
         self.rerun: Rerun | None = None
+        self._places: Places | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="async_grpo-loop", daemon=True
@@ -52,6 +53,11 @@ class RunningSystem:
     def on(self) -> bool:
         """Whether coroutines can be run."""
         return self._thread.is_alive()
+
+    @property
+    def _connected(self) -> Connection:
+        assert self.connection is not None, "connect() comes first"
+        return self.connection
 
     @property
     def step_under_way(self) -> int | None:
@@ -78,6 +84,28 @@ class RunningSystem:
             note(warning)
         return connection
 
+    def find_room(self, config: Config, model_dir: str, *, note: Callable[[str], None]) -> Config:
+        """Reserve the places of all processes, and return the settings with what fits the memory
+        there in place of `auto`. Raises SetupError.
+        """
+        from async_grpo.run.system import reserve
+
+        session = self._connected.session
+
+        async def find() -> Config:
+            places = self._places = await reserve(config, session)
+            if why := crowded(places.placement):
+                note(f"warning: {why}")
+            gpus = places.placement.device == "cuda"
+            memory = await asyncio.to_thread(session.gpu_memory) if gpus else {}
+            settled, lines = look_at_memory(config, model_dir, places, memory)
+            for line in lines:
+                note(line)
+            return settled
+
+        found: Config = self.run(find(), stoppable=True)
+        return found
+
     def start(
         self,
         config: Config,
@@ -90,10 +118,10 @@ class RunningSystem:
     ) -> None:
         """Start engines and learner, which loads its weights."""
         from async_grpo.cluster.downloads import download_everywhere
-        from async_grpo.run.system import StartFacts, System, reserve
+        from async_grpo.run.system import StartFacts, System
 
-        connection, note = self.connection, listener.note
-        assert connection is not None, "connect() comes first"
+        places = self._places
+        assert places is not None, "find_room() comes first"
         facts = StartFacts(
             total_steps=checked.total_steps,
             weights=checked.weights,
@@ -101,19 +129,13 @@ class RunningSystem:
             fingerprint=checked.fingerprint,
             model_dir=model_dir,
             origin=origin,
-            key=connection.key,
+            key=self._connected.key,
         )
 
         async def start() -> None:
-            places = await reserve(config, connection.session)
-            if why := crowded(places.placement):
-                note(f"warning: {why}")
-            if places.placement.device == "cuda":
-                memory = await asyncio.to_thread(connection.session.gpu_memory)
-                for warning in look_at_gpus(config, model_dir, places, memory):
-                    note(f"warning: {warning}")
             nodes = {slot.node_id for slot in places.slots}
-            await download_everywhere((model_dir, config.model.reference), nodes, note=note)
+            models = (model_dir, config.model.reference)
+            await download_everywhere(models, nodes, note=listener.note)
             self.system = System(config, facts, places=places, listener=listener, saver=saver)
             await self.system.start()
 

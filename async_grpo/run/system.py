@@ -8,10 +8,11 @@ longest):
 
     check           configuration, task, checkpoint: files only
     connect         Ray joins or starts || torch and this module are imported
-                    || MLflow connects, in a thread until step 1
     reserve         room for all -> the run directory is seen by all nodes -> places of the ranks
                     -> places of the engines                (cluster.resources_timeout_s)
+                    -> micro-batches that fit the memory there
     download        models of the hub, on every node that loads them; no deadline runs
+                    || MLflow connects, in a thread until step 1
     start           queue opens its journal                 || every rollout actor loads its engine
                       -> ranks load model or checkpoint     ||
                       -> ranks repeat the recorded steps up ||

@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from async_grpo.cluster.placement import without_engines
 from async_grpo.config.load import load_settings, resolve
+from async_grpo.config.resume import keep_chosen
 from async_grpo.config.schema import Config
-from async_grpo.config.stored import renewed
+from async_grpo.config.stored import read_settings, renewed
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
@@ -130,6 +131,7 @@ class Trainer:
             called = [*self._callbacks, *make_callbacks(run.callbacks)]
             self._log.callbacks = Callbacks(called, run.on_callback_error, error=self.console.error)
         self._checked = check_run(self.config, notes=self.model_notes)
+        self.config = self._checked.config
         self.model_notes = self._checked.notes
         self._log.total_steps = self._checked.total_steps
 
@@ -163,6 +165,9 @@ class Trainer:
         )
         with console.phase("joining Ray" if uses_cluster() else "starting Ray"):
             self._running.connect(config, note=console.info)
+            config = self._running.find_room(config, model_dir, note=console.info)
+        self.config = config
+        self._directory.write(config)  # in numbers, which a resumed run keeps
         from async_grpo.cluster.prometheus import Exported
 
         log.gauges = Exported(config.run.name)
@@ -380,6 +385,8 @@ class Trainer:
             )
         self._own_directory(learner_only=True)
         course = plan_rerun(source, after=after, until=self.total_steps)
+        chosen = ("tokens_per_micro_batch", "gradient_checkpointing")
+        self.config = keep_chosen(self.config, read_settings(source / "config.yaml"), *chosen)
         for line in differences(self.config, source / "config.yaml"):
             self.console.info(f"other than recorded: {line}")
         self.console.info(
@@ -514,6 +521,7 @@ class Trainer:
         # What a finished run leaves can be looked at and replayed.
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
         facts = {
+            "config": self.config.model_dump(mode="json"),
             "run_epoch": system.run_epoch,
             "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }

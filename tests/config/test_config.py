@@ -457,7 +457,7 @@ algorithm.importance.lower=2
     importance.lower` is 2 | below
 model.reference=a/b
     `model.reference` | use_kl_loss
-rollout.response_length=100000
+rollout.response_length=100000 learner.tokens_per_micro_batch=16384
     make it shorter | the model's context
 algorithm.policy_loss=vanilla
     of other systems it is `ppo_clip` here
@@ -529,6 +529,10 @@ algorithm.clip_ratio_low=1.5
     ),
     ([f"seed={2**32}"], ["`seed` is 4294967296", "< 4294967296"]),
     (["learner.tokens_per_micro_batch=1023"], ["is 1023", "512 + ", "= 1024"]),
+    (
+        ["learner.activation_offload=true", "learner.gradient_checkpointing=false"],
+        ["`learner.activation_offload` is true and", "set it to true too"],
+    ),
     (
         [
             "learner.zero_stage=0",

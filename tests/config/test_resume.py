@@ -15,7 +15,7 @@ from async_grpo.config import resume
 from async_grpo.config.choice import Chosen
 from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
-from async_grpo.config.resume import compare, marks
+from async_grpo.config.resume import compare, keep_chosen, marks
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
 from async_grpo.errors import SetupError
@@ -215,6 +215,23 @@ def test_settings_of_another_version_are_noted_and_count_as_unchanged() -> None:
     )
     everything = list(compare({}, now).lines())
     assert len(everything) == 1 and "seed, run.name" in everything[0] and " more" in everything[0]
+
+
+def test_what_a_start_chose_replaces_auto_and_nothing_else() -> None:
+    keys = ("tokens_per_micro_batch", "gradient_checkpointing")
+    saved = {"learner": {"tokens_per_micro_batch": 2048, "gradient_checkpointing": True, "lr": 9.0}}
+    now = config()
+    kept = keep_chosen(now, saved, *keys)
+    assert compare(saved | {"model": {"path": "other"}}, kept).all[0].key == "model.path"
+    assert kept == config(learner={key: saved["learner"][key] for key in keys})
+    assert keep_chosen(now, saved, keys[0]).learner.gradient_checkpointing == "auto"
+    given = config(learner={"tokens_per_micro_batch": 4096, "gradient_checkpointing": False})
+    assert keep_chosen(given, saved, *keys) == given
+    for nothing in ({}, {"learner": {}}, now.model_dump(mode="json")):
+        assert keep_chosen(now, nothing, *keys) == now
+    assert resume.training_digest(kept) == resume.training_digest(
+        config(learner={"tokens_per_micro_batch": 2048})
+    )
 
 
 def test_another_number_of_ranks_is_refused_where_the_parameters_are_sliced() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.config.resume import Changes, compare
+from async_grpo.config.resume import Changes, compare, keep_chosen
 from async_grpo.config.schema import Config
 from async_grpo.config.stored import read_settings
 from async_grpo.errors import JournalError, SetupError
@@ -99,6 +99,16 @@ def changes(config: Config, found: Path | None) -> Changes:
     if refusal := different.refusal(where):
         raise SetupError(refusal)
     return different
+
+
+def as_before(config: Config, found: Path | None) -> Config:
+    """Keep the micro-batches that were chosen when the run began, on whatever machine it goes on:
+    others would change the order of sums. Checkpointing changes no number, and is chosen again.
+    """
+    past = read_settings(Path(config.run.dir) / "config.yaml") if has_past(config) else {}
+    if not past and found is not None:
+        past = checkpoint.read(found).get("config", {})
+    return keep_chosen(config, past, "tokens_per_micro_batch")
 
 
 def verified(found: Path, *, check: Callable[[Path], dict] = checkpoint.verify) -> dict:

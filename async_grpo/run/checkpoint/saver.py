@@ -253,7 +253,6 @@ def saver_of(
     facts = {
         "total_steps": total_steps,
         "ranks": config.learner.ranks,
-        "config": config.model_dump(mode="json"),
         "code": code_version(),
         "data_fingerprint": data,
         "tokenizer_fingerprint": tokenizer,

@@ -157,9 +157,11 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
     with torch.device("meta"):
         trust = {"trust_remote_code": config.model.trust_remote_code}
         hf = model_class(found).from_config(found, **trust)
-    if config.learner.gradient_checkpointing and not hf.supports_gradient_checkpointing:
+    if config.learner.recomputes and not hf.supports_gradient_checkpointing:
+        chosen = config.learner.gradient_checkpointing == "auto"
         raise SetupError(
-            f"`learner.gradient_checkpointing` is true, and transformers cannot do it with "
+            f"`learner.{'activation_offload' if chosen else 'gradient_checkpointing'}` is true, "
+            f"and transformers cannot do it with "
             f"{found.model_type}: set it to false"
         )
     if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):

@@ -29,7 +29,7 @@ def step_seconds(config: Config, shape: Shape) -> tuple[float, float]:
     rollout, algorithm = config.rollout, config.algorithm
     tokens = rollout.rollout_batch_size * rollout.group_size
     tokens *= rollout.longest_row
-    again = FORWARD if config.learner.gradient_checkpointing else 0
+    again = FORWARD if config.learner.recomputes else 0
     passes = (FORWARD + BACKWARD + again) * config.learner.ppo_epochs
     passes += FORWARD * (algorithm.uses_reference + (algorithm.anchor == "recomputed"))
     trained = passes * shape.parameters * tokens / config.learner.ranks / LEARNER_FLOPS_S

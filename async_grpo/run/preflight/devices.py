@@ -17,22 +17,29 @@ if TYPE_CHECKING:  # Ray takes seconds to import
     from async_grpo.run.system import Places
 
 
-def look_at_gpus(
+def look_at_memory(
     config: Config, model_dir: str, places: Places, gpu_bytes: Mapping[str, int]
-) -> list[str]:
-    """Refuse a run whose parts cannot fit the GPUs of their places; a sentence for each deadline
-    that may be too short for the model. Raises SetupError.
+) -> tuple[Config, list[str]]:
+    """Choose what fits the memory at the places of a run, and refuse a run whose parts cannot fit
+    their GPUs; the settings without `auto`, and lines: the choice, and each deadline that may be
+    too short for the model. Raises SetupError.
     """
+    from async_grpo.learner.drafts import host_bytes
     from async_grpo.run.preflight.deadlines import too_short
-    from async_grpo.run.preflight.memory import shape_of, too_large
+    from async_grpo.run.preflight.fit import fitted, too_large
+    from async_grpo.run.preflight.memory import shape_of
 
-    shape = shape_of(config, model_dir)
-    sentences = too_large(
-        config, shape, places.placement, backend=places.backend, gpu_bytes=gpu_bytes
+    shape, placement, backend = shape_of(config, model_dir), places.placement, places.backend
+    config, chosen = fitted(
+        config, shape, placement, backend=backend, gpu_bytes=gpu_bytes, host_bytes=host_bytes()
     )
+    lines = [chosen] if chosen else []
+    if placement.device == "cpu":
+        return config, lines
+    sentences = too_large(config, shape, placement, backend=backend, gpu_bytes=gpu_bytes)
     if sentence := next(sentences, None):
         raise SetupError(sentence)
-    return list(too_short(config, shape))
+    return config, [*lines, *(f"warning: {line}" for line in too_short(config, shape))]
 
 
 def check_device(config: Config) -> None:

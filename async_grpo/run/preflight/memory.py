@@ -8,14 +8,12 @@ measured on packed rows of a Qwen2 model with SwiGLU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
-from async_grpo.cluster.placement import Placement
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
@@ -46,6 +44,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     active: int = 0
+    can_recompute: bool = True
+    """Whether its activations can be recomputed in the backward pass."""
 
 
 def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
@@ -81,6 +81,7 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
         kv_heads=heads.groups,
         head_dim=heads.size,
         active=parameters - experts.idle if experts else 0,
+        can_recompute=hf.supports_gradient_checkpointing,
     )
 
 
@@ -224,11 +225,11 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     prompts = min(rows, config.mini_batch_groups) if rollout.context_length is None else rows
     longest = rows * rollout.longest_row
     most = longest - (rows - prompts) * rollout.prompt_length
-    budget = config.learner.tokens_per_micro_batch
+    budget = config.micro_batch_tokens
     tokens, positions = min(budget, most), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
-    if not config.learner.gradient_checkpointing:
+    if not config.learner.recomputes:
         kept = layer * shape.layers
     elif config.learner.activation_offload:
         kept = layer + 2 * tokens * shape.hidden  # of one layer, and of the one that is fetched
@@ -251,52 +252,6 @@ def engine_memory(
         longest=config.rollout.longest_row,
         rest=0 if device == "cpu" else ENGINE.gpu_bytes,
     )
-
-
-def too_large(
-    config: Config,
-    shape: Shape,
-    placement: Placement,
-    *,
-    backend: str,
-    gpu_bytes: Mapping[str, int | None],
-) -> Iterator[str]:
-    """Compare the estimates with the memory of the GPUs, by node, where it is known: sentences with
-    the arithmetic for what cannot fit.
-    """
-    sizes = [
-        [size for slot in slots if (size := gpu_bytes.get(slot.node_id)) is not None]
-        for slots in (placement.learners, placement.engines)
-    ]
-    if placement.device != "cuda" or not all(sizes):
-        return
-    memory = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
-    engine = engine_memory(config, shape, device="cuda", kv_cache_gb=memory)
-    stage = config.learner.zero_stage
-    rank = learner_memory(config, shape, device="cuda", stage=stage, backend=backend).total
-    row = engine.kv_token * engine.longest
-    cache = row if engine.kv_cache is None else max(row, engine.kv_cache)
-    one = engine.weights + cache + engine.rest
-    if placement.colocated:
-        rank, one = rank + one, 0
-    share = config.cluster.engine.gpu_memory_utilization
-    if rank > min(sizes[0]):
-        both = "and an engine that share a GPU need" if placement.colocated else "needs"
-        yield (
-            f"a learner rank {both} about {size_text(rank)} and a GPU has "
-            f"{size_text(min(sizes[0]))}: "
-            f"{'' if stage == 3 else 'raise learner.zero_stage, '}use more learner.ranks, lower "
-            "learner.tokens_per_micro_batch, or train adapters (model.lora); `async-grpo check` "
-            "shows the parts"
-        )
-    if one > share * min(sizes[1]):
-        yield (
-            f"an engine needs at least {size_text(one)} a GPU (weights "
-            f"{size_text(engine.weights)}, CUDA {size_text(engine.rest)}, the cache of one "
-            f"response {size_text(row)}) and has {size_text(share * min(sizes[1]))} "
-            f"(cluster.engine.gpu_memory_utilization {share:g} of a GPU): raise "
-            "cluster.engine.tensor_parallel_size"
-        )
 
 
 def size_text(count: float) -> str:

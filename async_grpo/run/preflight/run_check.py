@@ -12,7 +12,7 @@ from async_grpo.config.load import preflight_files
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.run.checkpoint.resume import changes, find_checkpoint
+from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
 from async_grpo.run.preflight.model import check_metric_and_journal, look
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
@@ -20,11 +20,13 @@ from async_grpo.tasks.registry import held_out, load_task
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check found. weights: of the reward components. problems, fingerprint: of the training
-    data; held_out: problems to evaluate on. checkpoint: where the run goes on. notes: on the model;
-    None where it is to be made first.
+    """What a check found. config: what was checked, with what a run keeps that goes on. weights: of
+    the reward components. problems, fingerprint: of the training data; held_out: problems to
+    evaluate on. checkpoint: where the run goes on. notes: on the model; None where it is to be made
+    first.
     """
 
+    config: Config
     weights: dict[str, float]
     problems: int
     held_out: int
@@ -51,7 +53,9 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
     total_steps = _total_steps(config, len(task))
     found, _ = find_checkpoint(config, total_steps=total_steps, data=task.fingerprint)
+    config = as_before(config, found)
     return Checked(
+        config,
         weights,
         problems=len(task),
         held_out=evaluated,

@@ -30,13 +30,12 @@ from async_grpo.environments.base import HasEnvironment
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
-from async_grpo.learner.drafts import available_bytes
+from async_grpo.learner.drafts import available_bytes, host_bytes
 from async_grpo.observe.console.console import Console
 from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.run.preflight.deadlines import too_short
+from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large
 from async_grpo.run.preflight.memory import (
-    ENGINE_CODE,
-    LEARNER_CODE,
     EngineMemory,
     Shape,
     element_bytes,
@@ -44,7 +43,6 @@ from async_grpo.run.preflight.memory import (
     learner_memory,
     shape_of,
     size_text,
-    too_large,
 )
 from async_grpo.run.preflight.model import known_model
 from async_grpo.runtime.text import counted
@@ -101,9 +99,9 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     and then raise SetupError for what a run would be refused for. assumed: nodes in place of those
     that are here; what this machine lacks is then a warning.
     """
-    config = trainer.config
     refused: list[str] = []
     checked = _refusal(trainer.check, refused)
+    config = trainer.config
     warnings = [line.removeprefix("note: ") for line in trainer.model_notes or []]
     if assumed is not None:
         warnings += [f"on this machine the run would be refused: {why}" for why in refused]
@@ -111,12 +109,18 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     found, placement = _found_and_placed(config, assumed, refused)
     device, backend = _device(config, placement)
     _refusal(lambda: refuse(config, device=device, backend=backend), refused)
+    shape, why = _shape(config, unread=not checked)
+    chosen, memory = "", {node.node_id: node.gpu_bytes for node in found.nodes}
+    if shape is not None and placement is not None:
+        host = host_bytes() if assumed is None else None
+        config, chosen = fitted(
+            config, shape, placement, backend=backend, gpu_bytes=memory, host_bytes=host
+        )
     console.info("# resolved configuration", dump(config).rstrip(), "")
     steps = trainer.total_steps if checked else config.run.total_steps
     console.summary("run", list(_budget(config, steps)))
     if placement is not None:
         console.summary("speed", list(_speed(config, placement, device, assumed is not None)))
-    shape, why = _shape(config, unread=not checked)
     if shape is None:
         console.summary("memory", [("model", why)])
     else:
@@ -127,21 +131,16 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             kv_cache_gb=ENGINE.kv_cache_gb(config, device=device, backend=backend),
         )
         console.summary("memory", list(_memory(config, shape, engine, device, backend)))
+        console.info(*[chosen] if chosen else [])
         if why:
             warnings.append(why)
         if placement is not None:
             warnings += _cache_warnings(config, engine, device)
             if device == "cuda":
                 warnings += too_short(config, shape)
-            refused += too_large(
-                config,
-                shape,
-                placement,
-                backend=backend,
-                gpu_bytes={node.node_id: node.gpu_bytes for node in found.nodes},
-            )
+            refused += too_large(config, shape, placement, backend=backend, gpu_bytes=memory)
             if device == "cpu" and found.cluster is None and assumed is None:
-                warnings += _short_of_memory(config, shape, engine, placement)
+                warnings += _short_of_memory(needed_bytes(config, shape, placement, backend))
     console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
     if placement is not None:
         warnings += _warnings(config, placement)
@@ -394,13 +393,7 @@ def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterat
         )
 
 
-def _short_of_memory(
-    config: Config, shape: Shape, engine: EngineMemory, placement: Placement
-) -> Iterator[str]:
-    rank = learner_memory(config, shape, device="cpu", stage=config.learner.zero_stage).total
-    one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
-    ranks, engines = len(placement.learners), len(placement.engines)
-    need = int(ranks * (rank + LEARNER_CODE) + engines * one)
+def _short_of_memory(need: int) -> Iterator[str]:
     free = available_bytes()
     if need > free:
         yield (

@@ -29,6 +29,7 @@ algorithm.clip_ratio_low algorithm.clip_ratio_high algorithm.clip_schedule algor
 algorithm.importance.level algorithm.importance.mode algorithm.loss_agg_mode
 algorithm.use_kl_loss algorithm.kl_loss_coef learner.ranks learner.zero_stage learner.lr
 learner.ppo_epochs learner.ppo_mini_batch_size learner.tokens_per_micro_batch
+learner.gradient_checkpointing
 weight_sync.backend weight_sync.every_steps weight_sync.kv_cache cluster.layout
 cluster.rollout_actors cluster.engine.tensor_parallel_size cluster.engine.max_num_seqs seed
 """

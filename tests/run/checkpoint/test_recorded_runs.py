@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.config.stored import read_settings
+from async_grpo.run.checkpoint import directory as checkpoint
 from tests.support import verbs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,10 +27,10 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def goes_on(home: Path, name: str, steps: int) -> str:
-    """What the run says that goes on until step `steps`."""
+def goes_on(home: Path, name: str, steps: int, *more: str) -> str:
+    """What the run says that goes on until step `steps`. more: settings."""
     command = [sys.executable, "-m", "async_grpo", "train", str(home / name / "config.yaml")]
-    settings = [f"run.dir={home / name}", f"run.total_steps={steps}"]
+    settings = [f"run.dir={home / name}", f"run.total_steps={steps}", *more]
     done = subprocess.run(
         [*command, *settings],
         cwd=ROOT,
@@ -51,7 +53,17 @@ def test_a_run_that_had_ended_trains_on(home: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_run_that_was_killed_repeats_what_its_journal_has_and_goes_on(home: Path) -> None:
-    said = goes_on(home, "killed", 12)
+    more = ["learner.tokens_per_micro_batch=auto", "learner.gradient_checkpointing=auto"]
+    said = goes_on(home, "killed", 12, *more)  # as they were: the recorded batches fit
+    assert "learner: 16,384 tokens per micro-batch without gradient checkpointing" in said
+    assert "resumed with another learner" not in said
+    for settings in (
+        read_settings(home / "killed" / "config.yaml"),
+        checkpoint.read(checkpoint.path_for(home / "killed", 12))["config"],
+    ):
+        learner = settings["learner"]
+        assert learner["tokens_per_micro_batch"] == 16384
+        assert learner["gradient_checkpointing"] is False
     assert "rolled forward from the recorded batches" in said
     assert "learner steps 7 to 8 are trained again from their recorded batches" in said
     # equal bits on the machine that recorded them, or one like it

@@ -24,6 +24,7 @@ from async_grpo.replay.resume import JournalSettings, last_logged_step, open_que
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.checkpoint.resume import (
+    as_before,
     changes,
     differences,
     find_checkpoint,
@@ -392,6 +393,36 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
 def test_a_run_without_a_past_has_no_changes(tmp_path: Path) -> None:
     assert changes(config_of(tmp_path), None).refusal(tmp_path) == ""
     assert changes(config_of(tmp_path), saved(tmp_path, 3)).refusal(tmp_path) == ""
+
+
+CHOSEN = "tokens_per_micro_batch"
+
+
+def with_learner(config: Config, **learner: object) -> Config:
+    return config.unchecked_copy(update={"learner": config.learner.unchecked_copy(update=learner)})
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_micro_batches_that_were_chosen_are_kept(tmp_path: Path, journal: bool) -> None:
+    """Wherever the run goes on; other numbers would add up in another order. What the newest start
+    had counts, of a run with a journal: it has trained the newest steps.
+    """
+    run_dir = record(tmp_path / "run", saved=(3,), prunes=False, journal=journal)
+    config = config_of(run_dir, journal=journal)
+    found = checkpoint.path_for(run_dir, 3)
+    assert as_before(config, None) == as_before(config, found) == config, "none is known"
+    manifest = {**checkpoint.read(found), "config": {"learner": {CHOSEN: 2048}}}
+    (found / "manifest.json").write_text(json.dumps(manifest))
+    before = with_learner(config, **{CHOSEN: 8192}, gradient_checkpointing=True)
+    (run_dir / "config.yaml").write_text(dump(before))
+    kept = as_before(config, found)
+    assert kept == with_learner(config, **{CHOSEN: 8192 if journal else 2048})
+    assert kept.learner.gradient_checkpointing == "auto", "by the memory that there is now"
+    given = with_learner(config, **{CHOSEN: 4096})
+    assert as_before(given, found) == given
+    longer = config.rollout.unchecked_copy(update={"response_length": 9000})
+    longer = config.unchecked_copy(update={"rollout": longer})
+    assert as_before(longer, found) == longer, "they would hold no sequence"
 
 
 def test_what_the_metrics_file_tells_of_a_run_that_was_cut_off(tmp_path: Path) -> None:

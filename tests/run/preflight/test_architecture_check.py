@@ -133,7 +133,16 @@ def test_gradient_checkpointing_that_a_model_lacks_is_refused(
     )
     assert list(check_architecture(asked, str(tmp_path))) == []
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
-    with pytest.raises(SetupError, match="cannot do it with llama: set it to false"):
+    with pytest.raises(
+        SetupError, match=r"`learner\.gradient_checkpointing` is true, .* it with llama: set"
+    ):
+        list(check_architecture(asked, str(tmp_path)))
+    assert list(check_architecture(config(str(tmp_path)), str(tmp_path))) == []  # `auto` does not
+    learner = config(str(tmp_path)).learner.model_copy(update={"activation_offload": True})
+    asked = asked.model_copy(update={"learner": learner})
+    with pytest.raises(
+        SetupError, match=r"`learner\.activation_offload` is true, .* it with llama: set"
+    ):
         list(check_architecture(asked, str(tmp_path)))
 
 

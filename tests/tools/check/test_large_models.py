@@ -14,13 +14,8 @@ import pytest
 from async_grpo.cluster.placement import PlacementError, place
 from async_grpo.config.load import load_config
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.run.preflight.memory import (
-    engine_memory,
-    learner_memory,
-    shape_of,
-    size_text,
-    too_large,
-)
+from async_grpo.run.preflight.fit import too_large
+from async_grpo.run.preflight.memory import engine_memory, learner_memory, shape_of, size_text
 from async_grpo.tools.check.dry_run import assumed_nodes
 from async_grpo.tools.check.known_models import known_config
 from async_grpo.weights.transport import resolve_backend

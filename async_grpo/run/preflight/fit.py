@@ -1,0 +1,207 @@
+"""What fits the memory there is: the micro-batches of a learner, chosen where they are `auto`, and
+what would help a run that cannot fit.
+
+Runs in: the driver, before the processes of a run start. Invariant: the same settings on the same
+machines give the same choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from async_grpo.cluster.placement import Placement
+from async_grpo.config.schema import MICRO_BATCH_TOKENS, Config, Lora
+from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.run.preflight.memory import (
+    ENGINE_CODE,
+    LEARNER_CODE,
+    EngineMemory,
+    Shape,
+    engine_memory,
+    learner_memory,
+    size_text,
+)
+
+FULL_TOKENS = 4096
+"""Tokens of a forward pass from which on a GPU gets no faster with more."""
+_ADAPTERS = 100
+"""Adapters have about this fraction of a model's parameters."""
+_TAKEN = 0.95
+"""Share of the memory that a choice takes at most: the estimate is none of every allocation."""
+
+
+def fitted(
+    config: Config,
+    shape: Shape,
+    placement: Placement,
+    *,
+    backend: str,
+    gpu_bytes: Mapping[str, int | None],
+    host_bytes: int | None,
+) -> tuple[Config, str]:
+    """Give `auto` micro-batches and checkpointing values that fit, the first that do of:
+
+        16,384 tokens, 8,192, 4,096     without checkpointing
+        16,384 tokens, 8,192, ...       with it, down to one sequence of full length
+
+    A GPU is as fast with 4,096 tokens at a time as with more, so those cost nothing. Checkpointing
+    costs a third more compute, which is less than smaller micro-batches do: their kernels do not
+    fill a GPU, and ZeRO-3 gathers all weights for each. A CPU is as fast with one sequence at a
+    time, so checkpointing comes last there. Return the settings, and one line that says what was
+    chosen and why; "" where nothing was `auto`. host_bytes: of the learner's machine, for CPU.
+    """
+    learner, longest = config.learner, config.rollout.longest_row
+    if "auto" not in (learner.tokens_per_micro_batch, learner.gradient_checkpointing):
+        return config, ""
+    sizes = [config.micro_batch_tokens]
+    if learner.tokens_per_micro_batch == "auto":
+        halves = [MICRO_BATCH_TOKENS >> times for times in range(MICRO_BATCH_TOKENS.bit_length())]
+        sizes = list(dict.fromkeys([*sizes, *(size for size in halves if size > longest), longest]))
+    least = 0 if placement.device == "cpu" else FULL_TOKENS
+    ways = [(size, False) for size in sizes if size >= least] or [(sizes[0], False)]
+    ways += [(size, again) for again in (True, False) for size in sizes]
+    if learner.gradient_checkpointing != "auto" or learner.activation_offload:
+        ways = [way for way in ways if way[1] == learner.recomputes]
+    elif not shape.can_recompute:
+        ways = [way for way in ways if not way[1]]
+    there = host_bytes if placement.device == "cpu" else _smallest(placement, gpu_bytes)
+    needs = {way: needed_bytes(_with(config, *way), shape, placement, backend) for way in ways}
+    fits = [way for way in ways if there is None or needs[way] <= _TAKEN * there]
+    tokens, again = way = fits[0] if fits else min(needs, key=needs.__getitem__)
+    what = f"{tokens:,} tokens per micro-batch {'with' if again else 'without'} gradient "
+    what += "checkpointing, "
+    need = f"about {size_text(needs[way])} needed"
+    if there is None:
+        what += "since the memory of the GPUs is not known"
+    elif fits:
+        what += f"chosen to fit {there / 2**30:.3g} GiB ({need})"
+    else:
+        what += f"the least there is ({need}, {there / 2**30:.3g} GiB available)"
+    return _with(config, tokens, again), f"learner: {what}"
+
+
+def needed_bytes(config: Config, shape: Shape, placement: Placement, backend: str) -> int:
+    """Of the GPU of a learner rank, with the engine that shares it; without GPUs, of the learner's
+    machine.
+    """
+    stage, device = config.learner.zero_stage, placement.device
+    rank = learner_memory(config, shape, device=device, stage=stage, backend=backend).total
+    if device == "cuda":
+        return rank + _engine(config, shape, backend)[1] if placement.colocated else rank
+    cache = ENGINE.kv_cache_gb(config, device=device, backend=backend)
+    engine = engine_memory(config, shape, device=device, kv_cache_gb=cache)
+    home = placement.learners[0].node_id
+    engines = sum(slot.node_id == home for slot in placement.engines)
+    one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
+    return int(len(placement.learners) * (rank + LEARNER_CODE) + engines * one)
+
+
+def too_large(
+    config: Config,
+    shape: Shape,
+    placement: Placement,
+    *,
+    backend: str,
+    gpu_bytes: Mapping[str, int | None],
+) -> Iterator[str]:
+    """Compare the estimates with the memory of the GPUs, by node, where it is known: sentences with
+    the arithmetic for what cannot fit.
+    """
+    learner, engines = _smallest(placement, gpu_bytes), _smallest(placement, gpu_bytes, engine=True)
+    if placement.device != "cuda" or learner is None or engines is None:
+        return
+    need = needed_bytes(config, shape, placement, backend)
+    if need > learner:
+        both = "and an engine that share a GPU need" if placement.colocated else "needs"
+        remedies = _remedies(config, shape, placement, backend)
+        helps = [(what, other) for what, other in remedies if need - other >= (need - learner) / 10]
+        helps.sort(key=lambda one: one[1] > learner)  # what is enough comes first
+        less = [f"{what} ({size_text(need - other)} less)" for what, other in helps]
+        if all(other > learner for _, other in helps):
+            less.append("a smaller model")
+        yield (
+            f"a learner rank {both} about {size_text(need)} and a GPU has {size_text(learner)}: "
+            f"use {', or '.join(less)}; `async-grpo check` shows the parts"
+        )
+    engine, one = _engine(config, shape, backend)
+    share = config.cluster.engine.gpu_memory_utilization
+    if not placement.colocated and one > share * engines:
+        yield (
+            f"an engine needs at least {size_text(one)} a GPU (weights "
+            f"{size_text(engine.weights)}, CUDA {size_text(engine.rest)}, the cache of one "
+            f"response {size_text(engine.kv_token * engine.longest)}) and has "
+            f"{size_text(share * engines)} (cluster.engine.gpu_memory_utilization {share:g} of a "
+            "GPU): raise cluster.engine.tensor_parallel_size"
+        )
+
+
+def _remedies(
+    config: Config, shape: Shape, placement: Placement, backend: str
+) -> Iterator[tuple[str, int]]:
+    """Give settings that may need less on these machines, each with what it would need."""
+    learner, rollout, longest = config.learner, config.rollout, config.rollout.longest_row
+    tokens, again = config.micro_batch_tokens, learner.recomputes
+
+    def need(changed: Config, of: Shape = shape) -> int:
+        return needed_bytes(changed, of, placement, backend)
+
+    if shape.can_recompute:
+        yield "learner.gradient_checkpointing=true", need(_with(config, tokens, True))
+    yield f"learner.tokens_per_micro_batch={longest}", need(_with(config, longest, again))
+    actors = max(1, config.cluster.rollout_actors.min)
+    spare = 0 if placement.colocated else len(placement.engines) - actors
+    if ranks := max(0, spare) * config.cluster.engine.tensor_parallel_size:
+        ranks += learner.ranks
+        yield f"learner.ranks={ranks}", need(_changed(config, "learner", ranks=ranks))
+    stage = 2 if learner.compile else 3
+    if stage > learner.zero_stage:
+        yield f"learner.zero_stage={stage}", need(_changed(config, "learner", zero_stage=stage))
+    if tokens == longest and rollout.context_length is None:  # shorter ones allow smaller ones
+        half = -(-rollout.response_length // 2)
+        shorter = _changed(config, "rollout", response_length=half)
+        least = shorter.rollout.longest_row
+        yield (
+            f"rollout.response_length={half} with learner.tokens_per_micro_batch={least}",
+            need(_with(shorter, least, again)),
+        )
+    cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
+    if placement.colocated and cache is not None and cache > 1:
+        engine = config.cluster.engine.unchecked_copy(update={"kv_cache_gb": 1.0})
+        yield "cluster.engine.kv_cache_gb=1", need(_changed(config, "cluster", engine=engine))
+    if config.model.lora is None:
+        of = replace(shape, trained=shape.parameters // _ADAPTERS, frozen=shape.parameters)
+        yield "model.lora={}", need(_changed(config, "model", lora=Lora()), of)
+    zero = learner.deepspeed.get("zero_optimization", {})
+    if learner.zero_stage and "offload_optimizer" not in zero:
+        moved = {"zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}}}
+        yield (
+            "learner.deepspeed.zero_optimization.offload_optimizer.device=cpu",
+            need(_changed(config, "learner", deepspeed=learner.deepspeed | moved)),
+        )
+
+
+def _engine(config: Config, shape: Shape, backend: str) -> tuple[EngineMemory, int]:
+    """Return the parts of an engine's GPU, and the least of their sum."""
+    cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
+    engine = engine_memory(config, shape, device="cuda", kv_cache_gb=cache)
+    row = engine.kv_token * engine.longest
+    return engine, engine.weights + max(row, engine.kv_cache or 0) + engine.rest
+
+
+def _smallest(
+    placement: Placement, gpu_bytes: Mapping[str, int | None], *, engine: bool = False
+) -> int | None:
+    """Return the memory of the smallest GPU of learner ranks, or engines; None if none is known."""
+    slots = placement.engines if engine else placement.learners
+    sizes = [gpu_bytes.get(slot.node_id) for slot in slots]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _with(config: Config, tokens: int, again: bool) -> Config:
+    return _changed(config, "learner", tokens_per_micro_batch=tokens, gradient_checkpointing=again)
+
+
+def _changed(config: Config, section: str, **values: object) -> Config:
+    changed = getattr(config, section).unchecked_copy(update=values)
+    return config.unchecked_copy(update={section: changed})

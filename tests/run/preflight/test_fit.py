@@ -1,0 +1,212 @@
+"""Micro-batches that are chosen to fit the memory: the choice as a table, and what a run that
+cannot fit is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster.placement import place
+from async_grpo.config.schema import Config
+from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large
+from async_grpo.run.preflight.memory import Shape, shape_of
+from async_grpo.tools.check.dry_run import assumed_nodes
+from async_grpo.tools.check.known_models import known_config
+from async_grpo.weights.transport import resolve_backend
+
+GIB = 2**30
+TINY = Shape(
+    parameters=100_000,
+    trained=100_000,
+    frozen=0,
+    layers=2,
+    hidden=64,
+    intermediate=128,
+    vocabulary=100,
+    kv_heads=1,
+    head_dim=32,
+)
+
+
+def config_of(lengths: tuple[int, int] = (256, 128), **sections: Any) -> Config:
+    """README's own example, but for these lengths and sections."""
+    prompt, response = lengths
+    rollout = {"rollout_batch_size": 16, "prompt_length": prompt, "response_length": response}
+    values = {"run": {"total_steps": 1}, "model": {"path": "m"}, "rollout": rollout}
+    return Config.model_validate(values | sections)
+
+
+def chosen(
+    config: Config, shape: Shape, nodes: str, *, host_bytes: int | None = None
+) -> tuple[Config, str, list[str]]:
+    """The settings, the line, and the refusals on such nodes."""
+    there = assumed_nodes(nodes)
+    placement = place(config, there)
+    backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
+    known = {node.node_id: node.gpu_bytes for node in there}
+    found, line = fitted(
+        config, shape, placement, backend=backend, gpu_bytes=known, host_bytes=host_bytes
+    )
+    refused = list(too_large(found, shape, placement, backend=backend, gpu_bytes=known))
+    if line and "not known" not in line:
+        need = needed_bytes(found, shape, placement, backend) / GIB
+        assert f"about {need:.1f} GiB needed" in line or need >= 100, line
+    return found, line, refused
+
+
+@cache
+def _shape(model: str) -> Shape:
+    return shape_of(config_of(), known_config(model))
+
+
+def known(model: str, config: Config) -> Shape:
+    return _shape(model) if config.model.lora is None else shape_of(config, known_config(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths", "nodes", "tokens", "again"),
+    [
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1,memory=80", 16384, False),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1,memory=40", 8192, False),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1,memory=28", 4096, False),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1,memory=24", 16384, True),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1,memory=22.5", 8192, True),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=8,memory=24", 4096, False),  # apart from the engines
+        ("Qwen2.5-0.5B", (512, 5000), "gpus=1,memory=28", 16384, True),  # no shorter ones
+        ("Qwen2.5-0.5B", (512, 20_000), "gpus=1,memory=80", 20_512, False),
+        ("Qwen2.5-7B", (256, 128), "gpus=8,memory=80", 384, True),  # of one rank: nothing fits
+        ("Qwen3-4B", (256, 128), "gpus=2,memory=80", 2048, True),
+        ("Qwen2.5-0.5B", (256, 128), "gpus=1", 16384, False),  # not known
+    ],
+)
+def test_the_first_that_fits_is_chosen(
+    model: str, lengths: tuple[int, int], nodes: str, tokens: int, again: bool
+) -> None:
+    config = config_of(lengths)
+    found, line, _ = chosen(config, known(model, config), nodes)
+    learner = found.learner
+    assert (learner.tokens_per_micro_batch, learner.gradient_checkpointing) == (tokens, again)
+    said = f"learner: {tokens:,} tokens per micro-batch with{'' if again else 'out'} gradient check"
+    assert line.startswith(said)
+    rest = learner.unchecked_copy(update={"tokens_per_micro_batch": "auto"})
+    rest = rest.unchecked_copy(update={"gradient_checkpointing": "auto"})
+    assert found.unchecked_copy(update={"learner": rest}) == config, "nothing else changes"
+
+
+def test_the_line_says_what_was_chosen_and_why() -> None:
+    config = config_of()
+    shape = known("Qwen2.5-0.5B", config)
+    assert chosen(config, shape, "gpus=1,memory=24")[1] == (
+        "learner: 16,384 tokens per micro-batch with gradient checkpointing, chosen to fit 24 GiB "
+        "(about 21.9 GiB needed)"
+    )
+    assert "needed, 12 GiB available)" in chosen(config, shape, "gpus=1,memory=12")[1]
+    assert chosen(config, shape, "gpus=1")[1].endswith("since the memory of the GPUs is not known")
+
+
+@pytest.mark.parametrize(
+    ("learner", "tokens", "again"),
+    [
+        ({"tokens_per_micro_batch": 16384}, 16384, True),
+        ({"tokens_per_micro_batch": 1024}, 1024, False),
+        ({"gradient_checkpointing": True}, 16384, True),
+        ({"gradient_checkpointing": False}, 1024, False),
+        ({"activation_offload": True}, 16384, True),
+    ],
+)
+def test_what_is_given_stays_and_the_rest_fits_around_it(
+    learner: dict[str, Any], tokens: int, again: bool
+) -> None:
+    config = config_of(learner=learner)
+    found = chosen(config, known("Qwen2.5-0.5B", config), "gpus=1,memory=24")[0].learner
+    assert (found.tokens_per_micro_batch, found.gradient_checkpointing) == (tokens, again)
+
+
+def test_where_both_are_given_nothing_is_chosen_or_said() -> None:
+    config = config_of(learner={"tokens_per_micro_batch": 16384, "gradient_checkpointing": False})
+    found, line, refused = chosen(config, known("Qwen2.5-0.5B", config), "gpus=1,memory=24")
+    assert (found, line) == (config, "") and len(refused) == 1
+
+
+def test_a_model_that_cannot_be_checkpointed_gets_small_micro_batches() -> None:
+    config = config_of()
+    shape = known("Qwen2.5-0.5B", config)
+    assert shape.can_recompute
+    shape = replace(shape, can_recompute=False)
+    found, _, refused = chosen(config, shape, "gpus=1,memory=24")
+    assert found.learner.tokens_per_micro_batch == 1024 and not refused
+    assert found.learner.gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(
+    ("host", "tokens", "again"),
+    [(64, 16384, False), (None, 16384, False), (12, 2048, False), (7, 384, False), (5, 384, True)],
+)
+def test_a_cpu_takes_small_micro_batches_first(host: float, tokens: int, again: bool) -> None:
+    config = config_of(cluster={"device": "cpu", "rollout_actors": {"max": 1}})
+    shape, size = known("SmolLM2-135M", config), host and int(host * GIB)
+    found = chosen(config, shape, "cpus=4", host_bytes=size)[0].learner
+    assert (found.tokens_per_micro_batch, found.gradient_checkpointing) == (tokens, again)
+
+
+def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
+    config = config_of(cluster={"device": "cpu"})
+    found = chosen(config, TINY, "cpus=2", host_bytes=7 * GIB)[0].learner
+    assert (found.tokens_per_micro_batch, found.gradient_checkpointing) == (16384, False)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sections", "named", "not_named"),
+    [
+        (
+            "gpus=1,memory=24",
+            {"learner": {"tokens_per_micro_batch": 16384, "gradient_checkpointing": False}},
+            [
+                "learner.gradient_checkpointing=true (24.1 GiB less)",
+                "learner.tokens_per_micro_batch=384 (25.3 GiB less)",
+                "model.lora={}",
+                "offload_optimizer.device=cpu",
+                "cluster.engine.kv_cache_gb=1 (3.0 GiB less)",
+            ],
+            ["learner.ranks", "zero_stage", "smaller model", "response_length"],
+        ),
+        (
+            "gpus=1,memory=12",
+            {},
+            ["use model.lora={} (8.4 GiB less), or "],
+            ["gradient_checkpointing", "tokens_per_micro_batch", "learner.ranks", "zero_stage"],
+        ),
+    ],
+)
+def test_what_helps_is_named_and_only_that(
+    nodes: str, sections: dict[str, Any], named: list[str], not_named: list[str]
+) -> None:
+    config = config_of(**sections)
+    _, _, refused = chosen(config, known("Qwen2.5-0.5B", config), nodes)
+    [sentence] = refused
+    assert [one for one in named if one not in sentence] == []
+    assert [one for one in not_named if one in sentence] == []
+
+
+def test_several_gpus_are_offered_as_ranks_and_shards() -> None:
+    config = config_of()
+    [alone] = chosen(config, known("Qwen2.5-7B", config), "gpus=8,memory=80")[2]
+    assert "use learner.ranks=7 (74.1 GiB less), or " in alone
+    config = config_of(learner={"ranks": 4})
+    [sharded] = chosen(config, known("Qwen2.5-14B", config), "gpus=8,memory=80")[2]
+    assert "learner.zero_stage=3" in sharded and "tokens_per_micro_batch" not in sharded
+    config = config_of(learner={"ranks": 4, "zero_stage": 3, "compile": False})
+    assert chosen(config, known("Qwen2.5-14B", config), "gpus=8,memory=80")[2] == []
+
+
+def test_what_is_not_enough_comes_last() -> None:
+    config = config_of(
+        learner={"tokens_per_micro_batch": 16384, "gradient_checkpointing": False},
+        model={"path": "m", "lora": {}},
+    )
+    [sentence] = chosen(config, known("Qwen2.5-7B", config), "gpus=1,memory=24")[2]
+    assert sentence.endswith("or a smaller model; `async-grpo check` shows the parts")
