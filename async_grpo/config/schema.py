@@ -458,8 +458,8 @@ class LearnerConfig(Section):
         Literal["auto"] | Positive,
         warn("the order of sums, so the last bits of gradients", trains=True),
     ] = "auto"
-    """Most tokens in one forward pass of one rank; a prompt that sequences share counts once. `auto`:
-    16,384, or as many as fit the memory; a resumed run keeps what it had.
+    """Most tokens in one forward pass of one rank; a prompt that sequences share counts once.
+    `auto`: 16,384, or as many as fit the memory; a resumed run keeps what it had.
     """
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
