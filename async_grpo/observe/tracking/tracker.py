@@ -316,7 +316,7 @@ class Tracker:
                 self._failure = error
             elif not before:
                 self._note(
-                    f"{self._sink.title}: {self._last_error}; training goes on, metrics are kept "
+                    f"{self._sink.title}: {self._last_error}; training continues, metrics are kept "
                     f"in {METRICS} and sent later"
                 )
             return False
