@@ -496,7 +496,7 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
     asyncio.run(first())
     assert queue.asked == [(33, [1, 3])] and len(told.rows) == ROWS
     best, worst = told.rows[:2]
-    assert (best["step"], best["source"], best["group_id"], best["lag"], best["tokens"]) == (
+    assert (best["step"], best["source"], best["group_id"], best["staleness"], best["tokens"]) == (
         33,
         "training",
         1,
