@@ -83,7 +83,7 @@ def result_of(found: object, said: str) -> Observation:
             f"{said[:LONGEST_SHOWN]!r}"
         )
     if "verdict" in found:
-        raise ValueError('the key "verdict" is called "correct" now: rename it')
+        raise ValueError('has the key "verdict", which is called "correct" now')
     reason = found.get("finish_reason", "env_done")
     return Observation(
         reason if isinstance(reason, str) else "env_done",

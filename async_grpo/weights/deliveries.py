@@ -195,7 +195,7 @@ class WeightDelivery(ABC, Generic[Engine]):
                 break
             self.times.repeated += 1
             if attempt == 1:
-                said = f"publication {announcement.label} was cut off and is repeated"
+                said = f"weight sync {announcement.label} was cut off and is repeated"
                 self._listener.note(f"{said}: {outcome.reasons()}")
         self.newest = announcement
 

@@ -397,7 +397,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         started = time.monotonic()
         tracker.finish("FAILED")
         assert time.monotonic() - started < tracking.FINISH_TIMEOUT_S + 5
-        assert "it lacks 2 rows of metrics.jsonl, status or tags, samples (" in notes[-1]
+        assert "it lacks 2 lines of metrics.jsonl, status or tags, samples (" in notes[-1]
         assert notes[-1].endswith(f"async-grpo report --sync {tmp_path}")
         assert verbs.report(["--sync", str(tmp_path)]) == 2
         assert "2 lines are left" in capsys.readouterr().err
@@ -444,7 +444,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(
     offline.log(1, {"score": 0.1})
     assert "not reached yet" in offline.summary
     offline.finish("KILLED")
-    assert "training continues" in notes[0] and "it lacks 1 rows of metrics.jsonl, " in notes[-1]
+    assert "training continues" in notes[0] and "it lacks 1 lines of metrics.jsonl, " in notes[-1]
     patience(60)
     resumed = _tracker(
         tmp_path, uri=server.uri, resumed=True

@@ -416,7 +416,7 @@ def at(serving: Serving, phase: str, action: Callable[[], None], patch: pytest.M
     ("phase", "says"),
     [
         ("pause", "the engine's pause took longer than weight_sync.deadlines.pause_s = 2 s"),
-        ("load", "a0 did not answer publication v"),
+        ("load", "a0 did not answer weight sync v"),
         ("resume", "the engine's resume took longer than weight_sync.deadlines.resume_s = 2 s"),
     ],
 )

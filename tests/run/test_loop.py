@@ -451,7 +451,7 @@ def test_a_step_without_an_end_is_ended_and_says_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_module, "STEP_GRACE_S", 0.05)
-    said = r"step 1 took more than 2 times watchdog.step_timeout_s \(0.05 s\); it was publish"
+    said = r"step 1 took more than 2 times watchdog.step_timeout_s \(0.05 s\); it was syncing"
 
     async def never(version: int) -> float:
         await asyncio.sleep(1000)

@@ -231,4 +231,4 @@ def test_the_only_engine_dies_in_the_last_evaluation_and_the_one_in_its_place_an
         os.kill(process, signal.SIGKILL)
         assert last.result(timeout=300)["eval/problems"] == 2000
         assert [victim.actor_id] != [engine.actor_id for engine in trainer.system.actors.alive()]
-    assert "takes its place" in (tmp_path / "log.txt").read_text()
+    assert "replaces it" in (tmp_path / "log.txt").read_text()

@@ -225,7 +225,7 @@ def test_the_groups_of_a_killed_actor_are_trained_once_with_attempt_2(story):
 
 
 def test_the_replacement_serves_and_the_run_says_so(story):
-    assert "died" in story["log"] and "takes its place" in story["log"]
+    assert "died" in story["log"] and "replaces it" in story["log"]
 
 
 def test_a_resumed_run_continues_from_the_same_weights(story):

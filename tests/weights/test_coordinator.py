@@ -127,7 +127,7 @@ async def test_an_engine_that_dies_or_says_nothing_is_dropped_and_the_others_go_
     await run.coordinator.wait()
     assert list(run.dropped) == ["a0"]
     if late:
-        assert "a0 did not answer publication v0.1 within its deadline (0.1 s at most)" in str(
+        assert "a0 did not answer weight sync v0.1 within its deadline (0.1 s at most)" in str(
             run.dropped["a0"]
         )
     assert run.members[0].label == "v0.1"
@@ -145,7 +145,7 @@ async def test_a_publication_that_takes_long_says_for_whom_it_waits(monkeypatch)
     gate.set()
     await run.coordinator.wait()
     first, *more = run.notes
-    assert first == "publication v0.1 waits for a1 on h, 0 s", "a0 has answered"
+    assert first == "weight sync v0.1 waits for a1 on h, 0 s", "a0 has answered"
     assert 1 <= len(more) <= 3, "it says so whenever the wait has doubled"
 
 
@@ -196,7 +196,7 @@ async def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> 
     assert run.members[1].weight == 2.0
     assert run.events[-1] == "live 1"
     assert run.coordinator.weight_metrics()["weights/repeated"] == 2
-    assert run.notes == ["publication v0.1 was cut off and is repeated: a1: cut off"], "once"
+    assert run.notes == ["weight sync v0.1 was cut off and is repeated: a1: cut off"], "once"
 
 
 async def test_an_engine_that_stays_torn_is_dropped_where_it_tears_nobody_else() -> None:

@@ -502,7 +502,7 @@ async def test_what_can_be_aborted_costs_a_repetition_and_nobody_is_dropped(
     run = await start(overlap=overlap)
     took = await run.publish(1, [fault(kind, rank, bucket=bucket, seconds=3 * BUCKET_S)])
     assert any(
-        "publication v0.1 was cut off and is repeated" in note and "no bucket moved for" in note
+        "weight sync v0.1 was cut off and is repeated" in note and "no bucket moved for" in note
         for note in run.notes
     )
     assert run.lived == [0, 1] and not run.dropped
@@ -523,7 +523,7 @@ async def test_a_worker_that_cannot_be_aborted_is_dropped_by_name(
     took = await run.publish(1, [fault("stuck", bucket=bucket)])
     assert (
         list(run.dropped) == [VICTIM]
-        and "a1 did not answer publication v0.1 within its deadline" in run.dropped[VICTIM]
+        and "a1 did not answer weight sync v0.1 within its deadline" in run.dropped[VICTIM]
     )
     assert run.lived == [0, 1] and run.groups == [3, 2] and run.count("dropped_engines") == 1
     assert took < attempt_s + LATE_S
@@ -569,7 +569,7 @@ async def test_a_receiver_that_hangs_outside_of_the_group_is_dropped(
     run.members[1].front.worker.hang_at = load
     took = await run.publish(1)
     assert (
-        list(run.dropped) == [VICTIM] and "did not answer publication v0.1" in run.dropped[VICTIM]
+        list(run.dropped) == [VICTIM] and "did not answer weight sync v0.1" in run.dropped[VICTIM]
     )
     assert (
         run.lived == [0, 1]
@@ -661,7 +661,7 @@ async def test_after_three_faults_the_run_ends_and_nobody_goes_on_with_a_part(
 ) -> None:
     run = await start(overlap=overlap)
     with pytest.raises(
-        Stalled, match=r"publication v0\.1 was cut off 3 times: .*no bucket moved"
+        Stalled, match=r"weight sync v0\.1 was cut off 3 times: .*no bucket moved"
     ) as raised:
         await run.publish(1, *[[fault("hang", bucket=1)]] * 3)
     assert raised.value.exit_code == 5 and run.lived == [0]

@@ -217,7 +217,7 @@ async def test_keys_open_what_they_are_for() -> None:
     [
         (b"{", "the result"),
         (b"[]", 'must be JSON like {"rewards"'),
-        (b'{"rewards": {}, "verdict": 1}', 'the key "verdict" is called "correct" now'),
+        (b'{"rewards": {}, "verdict": 1}', 'has the key "verdict", which is called "correct" now'),
         ({"rewards": {"other": 1.0}}, "other"),
         ({"rewards": {"correct": "1"}}, "must be a number"),
         (b'{"rewards": {"correct": NaN}}', "must be finite"),
