@@ -34,7 +34,6 @@ MODULES = {
     "callbacks": "run.callbacks",
     "callbacks.base": "run.callbacks.base",
     "callbacks.early_stopping": "run.callbacks.early_stopping",
-    "callbacks.metric_stream": "contrib.metric_stream",
     "environments.adapters": "contrib.adapters",
 }
 """Module that scripts and configurations name -> its name now."""

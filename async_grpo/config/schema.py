@@ -203,8 +203,8 @@ class Run(Section):
     ] = None
     """Passes over the training prompts, rounded down to whole learner steps."""
     callbacks: dict[str, dict[str, Any]] = Field({})
-    """What is called at the events of the run, with its options: `early_stopping`, `metric_stream`,
-    or a class of yours as `package.module:Class` (docs/how-to/notebook.md).
+    """What is called at the events of the run, with its options: `early_stopping`, or
+    a custom class as `package.module:Class` (docs/how-to/notebook.md).
     """
     on_callback_error: Literal["fail", "count"] = "fail"
     """An error in a callback ends the run with the callback's name, or is counted."""

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo import Callback, RunError, Trainer
-from async_grpo.contrib.metric_stream import MetricStream
 from async_grpo.observe.console.console import Console
 from tests.support.library import residents, settings
 from tests.support.models import write_model
@@ -80,8 +79,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 def play(told: dict[str, Any], console: Console) -> None:
     config = settings(told["home"] / "run", told["model"])
-    stream = MetricStream(str(told["home"] / "events.jsonl"))
-    with Trainer(config, console=console, callbacks=[told["heard"], stream]) as trainer:
+    with Trainer(config, console=console, callbacks=[told["heard"]]) as trainer:
         told["results"] = results = []
         for result in trainer:
             results.append(result)
@@ -157,9 +155,3 @@ def test_callbacks_hear_what_happened_in_its_order(story: dict[str, Any]) -> Non
     assert of["evaluation"] == [6]
     assert of["checkpoint"] == [2, 3, 4, 4, 6]
     assert {1, 2, 3, 4, 5, 6} <= set(of["weight_sync"]) and "fault" not in of
-    lines = [json.loads(line) for line in (story["home"] / "events.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["step"]) for line in lines if line["event"] == "step"] == [
-        ("step", step) for step in of["step"]
-    ]
-    assert lines[0]["event"] == "start" and lines[-1]["event"] == "end"
-    assert all(line["run"] == "library" for line in lines)

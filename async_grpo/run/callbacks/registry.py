@@ -13,10 +13,9 @@ from async_grpo.errors import SetupError
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.runtime.text import first_line
 
-BUILT_IN = {
-    "early_stopping": "async_grpo.run.callbacks.early_stopping:EarlyStopping",
-    "metric_stream": "async_grpo.contrib.metric_stream:MetricStream",
-}
+BUILT_IN = {"early_stopping": "async_grpo.run.callbacks.early_stopping:EarlyStopping"}
+GONE = {"metric_stream": "metrics.jsonl has every line, and a custom callback can send them"}
+"""Callbacks of earlier versions -> what does their work now."""
 
 
 def make_callbacks(wanted: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
@@ -43,6 +42,8 @@ def given_callbacks(given: Any) -> list[Callback]:
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Callback:
     module_name, colon, class_name = BUILT_IN.get(name, name).partition(":")
+    if name in GONE:
+        raise SetupError(f"`run.callbacks`: {name} was removed: {GONE[name]}; leave it out")
     if not (module_name and colon and class_name):
         raise SetupError(
             f"`run.callbacks`: there is no callback {name}; use {' or '.join(BUILT_IN)}, or a "

@@ -138,7 +138,7 @@ def test_callbacks_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("early_stoping", {}, "there is no callback early_stoping; use early_stopping or"),
+        ("early_stoping", {}, "there is no callback early_stoping; use early_stopping, or"),
         ("no_module:Any", {}, "no_module:Any cannot be made: ModuleNotFoundError"),
         (f"{__name__}:Nothing", {}, "cannot be made: AttributeError"),
         (f"{__name__}:NoCallback", {}, "is no subclass of async_grpo.Callback"),
@@ -156,7 +156,7 @@ def test_callbacks_are_made_by_name() -> None:
         ("early_stopping", {"min_delta": math.nan}, "min_delta is nan; it is a finite number"),
         ("early_stopping", {"target": "0.5"}, "target is '0.5'; it is a finite number, or null"),
         ("early_stopping", {"target": math.inf}, "target is inf; it is a finite number, or null"),
-        ("metric_stream", {}, "missing 1 required positional argument: 'to'"),
+        ("metric_stream", {"to": "a"}, r"was removed: metrics\.jsonl has every line"),
     ],
 )
 def test_what_cannot_be_made_is_one_sentence(name: str, options: dict, says: str) -> None:
