@@ -13,6 +13,7 @@ import pytest
 from async_grpo.config.docs import options, settings
 from async_grpo.config.recipes import recipes
 from async_grpo.old_names import COMMANDS
+from tests.support.metric_page import NAME, documented
 from tests.support.models import write_model
 from tests.support.verbs import check
 
@@ -186,3 +187,10 @@ def test_pages_that_the_product_names_exist() -> None:
     for source in sorted((ROOT / "async_grpo").rglob("*.py")):
         for page in re.findall(r"docs/[\w/-]+\.md", source.read_text(encoding="utf-8")):
             assert (ROOT / page).is_file(), f"{source.relative_to(ROOT)} names {page}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for name in re.findall(rf"`({NAME.pattern})`", text):
+        assert documented(name) or page.name == "CHANGELOG.md", f"{page.name} names {name}"
