@@ -210,8 +210,9 @@ PLOTS = (
         "rewards",
         "Reward components, and groups that teach little",
         "Above, the mean of each raw reward component: one that rises while another falls "
-        "points to reward hacking. Below, groups whose responses are all right "
-        "or all wrong, which have no advantage, and responses that the limit cut off.",
+        "points to reward hacking. Below, of the trained groups, those whose responses are all "
+        "right or all wrong, which have no advantage, and responses that the limit cut off. "
+        "Groups that replay.filter_groups rejected are not among them.",
         "No learner step reported its rewards.",
     ),
     Plot(
