@@ -341,6 +341,12 @@ class GroupRecord:
     frames: tuple[tuple[int, FramePosition], ...] = ()
     """(attempt, place) of each result, the latest last."""
 
+    def keep(self, attempt: int, place: FramePosition | None) -> None:
+        """Take the result of an attempt, if it has one."""
+        if place is not None:
+            others = (frame for frame in self.frames if frame[0] != attempt)
+            self.frames = (*others, (attempt, place))
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -456,7 +462,10 @@ class History(Visitor):
         """See Visitor."""
         super().happens(event, place)
         match event:
-            case events.Reject(group_id, _, reason) | events.Fail(group_id, _, reason):
+            case events.Reject(group_id, attempt, reason):
+                self.groups[group_id].reason = reason
+                self.groups[group_id].keep(attempt, place)
+            case events.Fail(group_id, _, reason):
                 self.groups[group_id].reason = reason
             case events.Expire(group_id, _, step):
                 self.groups[group_id].reason = f"too old for step {step}"
@@ -476,9 +485,7 @@ class History(Visitor):
         record.attempt, record.state = entry.attempt, entry.state
         record.policy_version, record.step = entry.policy_version, entry.step
         record.actor_id = entry.actor_id or record.actor_id
-        if entry.place is not None:
-            others = (frame for frame in record.frames if frame[0] != entry.attempt)
-            record.frames = (*others, (entry.attempt, entry.place))
+        record.keep(entry.attempt, entry.place)
         self._unfinished.pop(entry.group_id, None)
         if entry.state in SLOT_STATES and entry.state != State.TRAINED:
             self._unfinished[entry.group_id] = record

@@ -499,12 +499,11 @@ class ReplayQueue:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:
             self.record(events.Retire(retired))
+        result = bytes(memoryview(frame))
         if reason is not None:
-            self.record(events.Reject(*ticket, reason, tokens, baseline))
+            self.record(events.Reject(*ticket, reason, tokens, baseline), frame=result)
             return Verdict(*ticket, "rejected", reason)
-        self.record(
-            events.Put(*ticket, tokens, baseline), meta=meta, frame=bytes(memoryview(frame))
-        )
+        self.record(events.Put(*ticket, tokens, baseline), meta=meta, frame=result)
         entry.slow = self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 

@@ -25,7 +25,6 @@ from rich.text import Text
 from async_grpo.config.stored import read_settings
 from async_grpo.errors import SetupError
 from async_grpo.replay.history import History, read_history
-from async_grpo.replay.ledger import State
 from async_grpo.runtime.text import counted, on_one_line, shortened
 from async_grpo.tools.inspect.groups import (
     GONE,
@@ -260,9 +259,7 @@ def _one_group(
         yield f"an earlier attempt: {on_one_line(record.reason)}"
     if group is None:
         if facts["reason"] != GONE:
-            rejected = record.state == State.REJECTED
-            why = "the journal keeps the reason of a rejected group alone: " if rejected else ""
-            yield f"{why}its responses are not in the journal"
+            yield "its responses are not in the journal"
         return
     if group.attempt != record.attempt:
         yield f"what follows is the result of attempt {group.attempt}"

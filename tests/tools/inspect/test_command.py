@@ -554,9 +554,9 @@ def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path)
         whole["rollouts"][1]["versions"] == [[0, 0, 2], [1, 2, 4]]
         and whole["rollouts"][1]["rewards"]["correct"] == 1.0
     )
-    assert "reason of a rejected group alone: its responses are not in the journal" in look(
-        "--group", "1"
-    )
+    rejected = look("--group", "1")
+    assert "all_right" in rejected and "response 1: correct 1" in rejected
+    assert "its responses are not in the journal" in look("--group", "4")
 
 
 async def test_an_episode_is_shown_turn_by_turn(look, tmp_path: Path) -> None:
