@@ -110,6 +110,10 @@ def _exponential(lag: Tensor, rate: float) -> Tensor:
     return torch.pow(rate, lag)
 
 
+DIAGNOSTICS = ("ratio", "clipped_low", "clipped_high", "dual_clipped")
+"""What metrics of their own are made of; other names of a loss become `train/loss/NAME`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Inputs of every loss, all [B, T] or [N]. Masked: difference, advantage, staleness are 0."""
@@ -127,6 +131,8 @@ class Terms:
     low: Tensor
     """Widths of the clip interval by the token's staleness."""
     high: Tensor
+    staleness: Tensor
+    """In learner steps."""
     valid: Tensor
     row_index: Tensor | None
     selection: Tensor | None
@@ -512,7 +518,8 @@ def policy_loss(
     `select_tokens` and is needed by losses with the trait `selects`: bool tokens, or a float bound.
     `options` are the constants of the loss; None is their defaults. Where `loss_mask` is 0 the loss
     and its gradient are exactly 0; elsewhere a log-prob that is not finite makes the loss NaN.
-    Diagnostics: `log_ratio` (current - anchor, not clamped),
+    Diagnostics: what a loss returns under other names, as `loss/NAME`; `log_ratio` (current -
+    anchor, not clamped),
     `ratio` (the response's, on each of its tokens, where the loss has one), and the bool tensors
     `clipped_low`, `clipped_high` (the loss took the bound, by negative and positive advantage) and
     `dual_clipped`. Raises ValueError for an unknown name, a shape mismatch, a missing row index or
@@ -538,10 +545,13 @@ def policy_loss(
         loss = loss * torch.where(terms.valid, weights.detach().to(loss.dtype), 0)
     loss = loss + 0 * terms.difference.detach()  # what clips an infinite ratio must not hide it
     nothing = torch.zeros_like(terms.valid)
+    custom = {f"loss/{key}": tensor for key, tensor in found.items() if key not in DIAGNOSTICS}
+    check_shapes(logprobs, **custom)
     diagnostics = {
         "log_ratio": terms.difference,
         "ratio": torch.where(terms.valid, found.get("ratio", terms.log_ratio.detach().exp()), 1),
-        **{key: found.get(key, nothing) for key in ("clipped_low", "clipped_high", "dual_clipped")},
+        **{key: found.get(key, nothing) for key in DIAGNOSTICS[1:]},
+        **custom,
     }
     return torch.where(terms.valid, loss, 0), {
         key: tensor.detach() for key, tensor in diagnostics.items()
@@ -584,7 +594,8 @@ def clean_terms(
         selection = clean(selection.detach())
     current, anchor = clean(logprobs), clean(anchor_logprobs.detach())
     difference = current - anchor
-    low, high = clip_widths(clean(staleness.detach()), clip)
+    staleness = clean(staleness.detach())
+    low, high = clip_widths(staleness, clip)
     return Terms(
         current=current,
         anchor=anchor,
@@ -594,6 +605,7 @@ def clean_terms(
         advantages=clean(advantages.detach()),
         low=low,
         high=high,
+        staleness=staleness,
         valid=valid,
         row_index=row_index,
         selection=selection,

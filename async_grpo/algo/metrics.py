@@ -221,6 +221,7 @@ def loss_metrics(
         **_weighting(given.get("weights"), given.get("kept")),
         **{name: given[name] for name in ("kl", "entropy") if name in given},
         "staleness_mean": lag,
+        **{name: tensor for name, tensor in found.items() if name.startswith("loss/")},
     }
     largest = {
         "staleness_max": lag,

@@ -418,16 +418,16 @@ def rows_of(look, *args: str, **where: Path) -> list[dict[str, Any]]:
         (["--steps", "1-2"], [5, 3, 2, 0]),
         (["--steps", "2-9"], [5, 3]),
         (["--step", "7"], []),
-        (["--version", "0"], [3, 2, 0]),
+        (["--version", "0"], [3, 2, 1, 0]),
         (["--version", "1"], [5, 3]),
         (["--version", "2"], []),
         (["--actor", "actor-1.0"], [5, 4, 3]),
-        (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 1, 0]),
+        (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 0]),  # the result of 1 says "a"
         (["--actor", "actor"], []),
-        (["--min-reward", "0.5"], [3, 0]),
+        (["--min-reward", "0.5"], [3, 1, 0]),
         (["--max-reward", "0.5"], [5, 2, 0]),
         (["--min-reward", "0.2", "--max-reward", "0.3"], [2]),
-        (["--sort", "reward", "--limit", "3"], [3, 0, 2]),
+        (["--sort", "reward", "--limit", "3"], [1, 3, 0]),
         (["--sort", "reward", "--reverse", "--limit", "2"], [5, 2]),
         (["--sort", "length", "--limit", "1"], [3]),
         (["--sort", "staleness", "--limit", "1"], [3]),
@@ -464,7 +464,7 @@ def test_the_facts_of_a_group(look) -> None:
     }
     by_id = {facts["group_id"]: facts for facts in rows_of(look)}
     assert [by_id[group_id]["reason"] for group_id in (1, 4, 6)] == ["all_right", "timeout", ""]
-    assert [by_id[group_id]["reward"] for group_id in (1, 4, 6)] == [None] * 3
+    assert [by_id[group_id]["reward"] for group_id in (1, 4, 6)] == [1.0, None, None]
     assert by_id[2]["truncated"] == 2
 
 
@@ -716,7 +716,7 @@ def test_options_that_agree_are_taken() -> None:
         (["--state", "failed"], "1 of 7 groups matches, newest first"),
         (
             ["--version", "0", "--limit", "2"],
-            "3 of 7 groups match, newest first, 2 shown (--limit 2)",
+            "4 of 7 groups match, newest first, 2 shown (--limit 2)",
         ),
         (["--actor", "nobody"], "no group matches, of 7 that are listed"),
         (
@@ -737,7 +737,7 @@ def test_results_are_not_read_in_great_numbers_only_to_count_them(
     assert titles(look("--version", "0", "--limit", "2")) == [
         "at least 2 of 7 groups match, newest first, 2 shown (--limit 2)"
     ]
-    assert titles(look("--version", "0", "--limit", "4")) == ["3 of 7 groups match, newest first"]
+    assert titles(look("--version", "0", "--limit", "5")) == ["4 of 7 groups match, newest first"]
     assert titles(look("--steps", "1-2", "--limit", "3")) == [
         "4 of 7 groups match, newest first, 3 shown (--limit 3)"
     ]
