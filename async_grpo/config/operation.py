@@ -86,7 +86,7 @@ class Tracking(Section):
     `async-grpo report --sync`.
     """
     metrics: Literal["main", "all"] = "main"
-    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 235 charts)."""
+    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 300 charts)."""
     system_metrics: bool = True
     """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
