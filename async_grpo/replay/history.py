@@ -112,8 +112,8 @@ def lineage(
     raise JournalError(
         notes[0]
         if notes
-        else f"{directory.parent} has no journal: it is not the directory of a run (run.dir), or "
-        "replay.journal.enable is false"
+        else f"{directory.parent} has no journal: it is not the directory of a run (run.dir), the "
+        "run is still starting, or replay.journal.enable is false"
     )
 
 

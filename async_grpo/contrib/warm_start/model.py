@@ -270,7 +270,8 @@ class _Trainer:
                     said = now
                     progress(
                         f"warm start: step {step} of at most {limit}, loss {loss:.3f}, greedy "
-                        f"accuracy {accuracy.greedy:.0%}"
+                        f"accuracy {accuracy.greedy:.0%} (ends at "
+                        f"{self.settings.target_accuracy:.0%})"
                     )
                 if accuracy.greedy >= self.settings.target_accuracy:
                     return step

@@ -663,7 +663,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 
 def test_a_wrong_directory_is_one_sentence_and_exit_code_2(tmp_path: Path, capsys) -> None:
     assert failed(capsys, str(tmp_path / "x")) == f"error: {tmp_path / 'x'} is no directory\n"
-    assert "has no journal: it is not the directory of a run" in failed(capsys, str(tmp_path))
+    assert "the run is still starting, or replay" in failed(capsys, str(tmp_path))
     journal_of(tmp_path).mkdir()
     segment_path(journal_of(tmp_path), 1).write_bytes(b"AGRJ")
     assert "is no segment of a journal" in failed(capsys, str(tmp_path))
