@@ -321,10 +321,10 @@ DRAWN: dict[str, Callable[[], Figure]] = {
 
 def measured(run: Path, first: int, last: int) -> dict[str, Any]:
     """Return what the timeline of one run needs, in seconds from its beginning."""
-    from async_grpo.tools.report.data import read
+    from async_grpo.tools.report.data import read_run
     from async_grpo.tools.report.gantt import _counts, read_window
 
-    data = read(run)
+    data = read_run(run)
     window = read_window(data, steps=(first, last))
     if window is None:
         raise SystemExit(f"{run} has no learner steps {first} to {last}")
