@@ -89,7 +89,7 @@ def test_colocated_ranks_and_engines_share_bundles() -> None:
 def test_a_group_that_does_not_fit_is_refused(
     given: list[dict[str, float]], values: dict[str, Any]
 ) -> None:
-    with pytest.raises(PlacementError, match=r"it needs \{'CPU': 1.0\}, .*library.md, Ray Tune"):
+    with pytest.raises(PlacementError, match=r"it needs \{'CPU': 1.0\}, .*notebook.md"):
         placed(settings(**values), given)
 
 

@@ -188,7 +188,7 @@ algorithm.kl_ctrl.type=adaptive
 model.reference_refresh_steps=5
     reference_refresh_steps | use_kl_loss
 replay.filter_groups.metric=seq_final_reward
-    seq_final_reward | forward pass | seq_reward
+    seq_final_reward | not known when groups are filtered | seq_reward
 replay.filter_groups.retire_at=0.9
     filter_groups | enable
 replay.filter_groups.accuracy_low=0.1

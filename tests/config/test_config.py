@@ -438,7 +438,7 @@ learner.ppo_mini_batch_size=7
 learner.ppo_mini_batch_size=64
     not a multiple
 weight_sync.every_steps=3
-    every_steps` is 3 | 2 x 32 = 64 | 3 x 32 = 96 | never return
+    every_steps` is 3 | 2 x 32 = 64 | 3 x 32 = 96 | frees slots
 weight_sync.every_steps=2 replay.max_staleness=0
     `weight_sync.every_steps` is 2 | + 1 = 1
 rollout.top_p=0.9

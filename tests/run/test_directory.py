@@ -105,5 +105,5 @@ def test_checkpoints_of_another_history_are_set_aside_and_named(tmp_path: Path) 
     said: list[str] = []
     directory(tmp_path).go_on(3, note=said.append)
     [line] = said
-    assert "a later step than 3, where this run continues, is set aside" in line
+    assert "a checkpoint after step 3, where this run continues, is set aside" in line
     assert "step_000006" in line and checkpoint.steps(tmp_path) == [3]

@@ -573,7 +573,9 @@ def fake_trainer(
 def test_summary_says_what_happened_and_how_to_go_on() -> None:
     text = dict(summarise(fake_trainer(config(run={"total_steps": 4})), Path("/runs/r/c")))
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
-    assert text["score"] == "0.00 -> 0.30"
+    assert text["score"] == (
+        "0.00 -> 0.30: mean reward of the first and of the last tenth of the steps"
+    )
     assert text["staleness"] == "mean 0.50, largest 1 learner step (bound 2)"
     assert text["weight syncs"] == "4; the learner waited 10.0% of its time for them"
     assert (

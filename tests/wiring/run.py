@@ -205,7 +205,9 @@ def _connection() -> Any:
 
 
 async def _reserve(*_: Any) -> Any:
-    return SimpleNamespace(placement=SimpleNamespace(device="cpu", learners=()), slots=())
+    rank = SimpleNamespace(node_id="n", slots=())
+    placement = SimpleNamespace(device="cpu", colocated=False, learners=(rank,), engines=())
+    return SimpleNamespace(placement=placement, backend="shared_memory", slots=())
 
 
 def _system(seen: list[Any], *, disk: bool) -> Any:

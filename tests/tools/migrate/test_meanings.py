@@ -34,7 +34,7 @@ BARE = {
         ("verl", {"policy_loss.loss_mode": "dppo_kl"},
          {"algorithm.policy_loss.dppo.ratio_cap": 3.0}),
         ("verl", {"actor.use_dynamic_bsz": False, "actor.ppo_max_token_len_per_gpu": 9999},
-         {"learner.tokens_per_micro_batch": 16384}),
+         {"learner.tokens_per_micro_batch": "auto"}),
         ("verl", {"sampler.max_off_policy_threshold": 8, "sampler.max_off_policy_strategy": "drop"},
          {"replay.max_staleness": 7, "replay.on_stale": "expire"}),
         ("verl", {"rollout_is": "sequence", "rollout_is_threshold": 3, "bypass_mode": True},
@@ -238,7 +238,6 @@ BY_ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
         "rollout.response_length": 16384,
         "replay.max_staleness": 0,
         "learner.ppo_mini_batch_size": 1,
-        "learner.tokens_per_micro_batch": 512 + 16384,  # the longest sequence
         "learner.lr": 1e-3,
         "learner.betas": [0.9, 0.999],
         "learner.weight_decay": 0.01,

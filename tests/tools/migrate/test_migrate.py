@@ -151,7 +151,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "algorithm.reward_clip": 20.0,
         "algorithm.overlong_buffer.len": 4096,
         "algorithm.dual_clip_loss": True,
-        "learner.tokens_per_micro_batch": 512 + 16384,
+        "learner.tokens_per_micro_batch": "auto",
         "run.total_steps": 80,
     },
     "trl_grpo.yaml": {
