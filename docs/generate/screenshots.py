@@ -40,7 +40,7 @@ def main() -> None:
     facts = wait(run_dir, lambda facts: facts["step"] >= 0.6 * facts["total"] > 0)
     console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
     console.print(panel(facts, now=facts["written"], width=110, height=24))
-    svg = console.export_svg(title="async-grpo train quickstart")
+    svg = console.export_svg(title=f"async-grpo train {facts['run']}")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no request to others
     (ASSETS / "panel.svg").write_text(svg.replace("Fira Code, ", ""), encoding="utf-8")
     wait(run_dir, lambda facts: condition(facts, now=time.time()).kind == "ended")

@@ -126,7 +126,7 @@ def test_answers_of_long_sums_differ_in_length_and_fit() -> None:
         assert 2 <= len(addends) <= LONGEST
         assert list(map(int, problem.solution.split(","))) == list(accumulate(addends))[1:]
         assert task.score(problem.solution + "\n", problem.reference).correct == 1.0
-        assert task.score(problem.solution + "1", problem.reference).verdict == 0.0
+        assert task.score(problem.solution + "1", problem.reference).correct == 0.0
     held_out = {problem.prompt for problem in task.evaluation(400)}
     assert len(held_out) == 400
     assert not held_out & {problem.prompt for problem in problems}

@@ -580,7 +580,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["weight syncs"] == "4; the learner waited 10.0% of its time for them"
     assert (
         text["weights checked"]
-        == "3 times while training; engines and learner differ by 2.0e-06 at most"
+        == "3 times while training; log-probs of engines and learner differ by 2.0e-06 at most"
     )
     assert text["weight sync faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
