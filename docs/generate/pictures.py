@@ -4,7 +4,8 @@
     python docs/generate/pictures.py --runs SYNC ASYNC       takes the timeline from two runs first
 
 Diagrams are drawn from the text below; curves and timelines from benchmarks/results. The timeline
-is that of `benchmarks/async_vs_sync/long_sums.yaml` with `replay.max_staleness` 0 and 2.
+is that of `benchmarks/tails.yaml` (model 14M, --model of benchmarks.throughput writes it) with
+`replay.max_staleness` 0 and 2.
 """
 
 from __future__ import annotations
@@ -353,7 +354,7 @@ def main() -> None:
     """Draw every picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("SYNC", "ASYNC"))
-    parser.add_argument("--steps", nargs=2, type=int, default=(20, 31), metavar=("FIRST", "LAST"))
+    parser.add_argument("--steps", nargs=2, type=int, default=(5, 12), metavar=("FIRST", "LAST"))
     arguments = parser.parse_args()
     if arguments.runs:
         names = ("synchronous", "asynchronous")

@@ -1,4 +1,4 @@
-"""The screenshots of the pages: the panel, the report and MLflow, of a run that is training now.
+"""The screenshots of the pages: the panel and the report, of a run that is training now.
 
     async-grpo train quickstart run.dir=runs/shown &
     python docs/generate/screenshots.py runs/shown      # while it trains; needs chromium
@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import os
 import re
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +41,6 @@ def main() -> None:
     wait(run_dir, lambda facts: condition(facts, now=time.time()).kind == "ended")
     time.sleep(5)  # the report is written by a process of its own
     screenshot((run_dir / "report" / "report.html").resolve().as_uri(), "report.png", 1100, 1250)
-    mlflow(run_dir)
 
 
 def wait(run_dir: Path, enough: Any) -> dict[str, Any]:
@@ -61,38 +55,6 @@ def wait(run_dir: Path, enough: Any) -> dict[str, Any]:
             return facts
         time.sleep(0.5)
     raise TimeoutError(f"{run_dir} did not come that far in {DEADLINE_S:.0f} s")
-
-
-def mlflow(run_dir: Path) -> None:
-    """Show the run's charts on MLflow's own page."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
-    with subprocess.Popen(
-        [*command, "--port", str(port), "--workers", "1"], start_new_session=True
-    ) as server:
-        try:
-            address = f"http://127.0.0.1:{port}"
-            begin = time.monotonic()
-            while True:
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                    break
-                except OSError:
-                    if time.monotonic() - begin > 600:
-                        raise
-                    time.sleep(1)
-            sent = json.loads((run_dir / "mlflow_sent.json").read_text(encoding="utf-8"))
-            run_id = sent[-1]["run_id"]
-            ask = f"{address}/api/2.0/mlflow/runs/get?run_id={run_id}"
-            with urllib.request.urlopen(ask, timeout=30) as answer:
-                experiment = json.load(answer)["run"]["info"]["experiment_id"]
-            page = f"{address}/#/experiments/{experiment}/runs/{run_id}/model-metrics"
-            screenshot(page, "mlflow.png", 1300, 900)
-        finally:
-            os.killpg(server.pid, 15)
 
 
 def screenshot(address: str, name: str, width: int, height: int) -> None:

@@ -243,7 +243,9 @@ def test_another_number_of_ranks_is_refused_where_the_parameters_are_sliced() ->
 def test_several_fixed_keys_are_one_message() -> None:
     now = config(seed=9, learner={"zero_stage": 2})
     changes = compare(config().model_dump(mode="json"), now)
-    assert changes.refusal(Path("c")).endswith("another run.dir. The same holds for learner.zero_stage.")
+    assert changes.refusal(Path("c")).endswith(
+        "another run.dir. The same holds for learner.zero_stage."
+    )
 
 
 @pytest.mark.parametrize("resumed_by", ["auto", "path"])

@@ -105,7 +105,9 @@ def test_a_call_that_makes_no_sense_is_told_and_enough_of_them_end_the_episode()
 
 
 def test_a_text_cannot_have_tools() -> None:
-    with pytest.raises(SetupError, match=r"there are tools \(search\), but task .*has plain-text prompts"):
+    with pytest.raises(
+        SetupError, match=r"there are tools \(search\), but task .*has plain-text prompts"
+    ):
         look(config_of("AsksInText"), AsksInText(None, 0))
 
 

@@ -723,7 +723,9 @@ def test_the_documented_task_works(tmp_path, monkeypatch):
 def test_a_task_that_makes_its_problems_takes_no_rows(key, name):
     options = {"dataset": "chain_sum"} if name == "reasoning_gym" else {}
     settings = schema.TaskConfig(name=name, options=options, **{key: "rows.jsonl"})
-    with pytest.raises(TaskError, match=rf"task\.{key} is 'rows\.jsonl', but task {name} generates its problems"):
+    with pytest.raises(
+        TaskError, match=rf"task\.{key} is 'rows\.jsonl', but task {name} generates its problems"
+    ):
         load_task(settings, 0)
 
 
