@@ -237,7 +237,7 @@ def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None
     row = PlanRow(7, 1, 3, 4, 0.5, 4)
     plan = RankPlan(step=5, group_ids=(7,), updates=(((row,),),), epoch_updates=1)
     if not mask_stale:
-        with pytest.raises(StalenessError, match="lag 1 to 4"):
+        with pytest.raises(StalenessError, match="staleness 1 to 4"):
             decode_rows(plan, pack_frames([frame]), max_staleness=3)
         return
     rows = decode_rows(plan, pack_frames([frame]), max_staleness=3, mask_stale=True)
@@ -246,7 +246,7 @@ def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None
     batch = token_batch([row], [rows[7, 1]], CPU)
     assert batch.weights.tolist() == [0, 0, 0.5, 0.5] and batch.mask.tolist() == [1] * 4
     future = RankPlan(step=3, group_ids=(7,), updates=(((row,),),), epoch_updates=1)
-    with pytest.raises(StalenessError, match="lag -1"):
+    with pytest.raises(StalenessError, match="staleness -1"):
         decode_rows(future, pack_frames([frame]), max_staleness=3, mask_stale=True)
 
 
@@ -368,7 +368,7 @@ def test_rewards_of_turns_stand_at_their_ends() -> None:
     # without turns it is a plain response, discounted by token
     assert rows[0, 1].advantages.tolist() == [3 / 8 - 2, 3 / 4 - 2, 3 / 2 - 2, 3 - 2]
     values[0, 0] = RowValue(7.0, 2.0, (1.0, 2.0))
-    with pytest.raises(ValueError, match="a row of 3 turns has rewards of 2"):
+    with pytest.raises(ValueError, match="a sequence of 3 turns has rewards of 2"):
         math.assign(rows, owned=list(rows), values=values, kl_coef=0.0)
 
 
