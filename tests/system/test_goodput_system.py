@@ -60,7 +60,7 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
         in_groups["rejected"] += event.tokens
         in_groups["baseline"] += event.baseline
     for group_id, record in history.groups.items():
-        meta = history.meta(group_id)
+        meta = history.meta(group_id) if record.state != State.REJECTED else None
         for row in meta.rows if meta is not None else ():
             trained = "masked" if row.finish_reason == "length" else "trained"
             in_groups[
