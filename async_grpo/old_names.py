@@ -40,8 +40,8 @@ MODULES = {
 METRICS = {
     r"(train|replay|plan)/(lag_[\d+-]+/)?lag_(mean|max|min|span)": r"\1/\2staleness_\3",
     r"train/lag_([\d+-]+)/(.+)": r"train/staleness_\1/\2",
-    r"(train/.*)row_length": r"\1sequence_length",
-    r"(train/.*)rejected_rows": r"\1rejected_sequences",
+    r"train/(staleness_[\d+-]+/)?row_length": r"train/\1sequence_length",
+    r"train/(staleness_[\d+-]+/)?rejected_rows": r"train/\1rejected_sequences",
     r"rollout/(masked|mixed_version)_rows": r"rollout/\1_responses",
     r"rollout/versions_per_row": "rollout/versions_per_response",
     r"replay/starved_s": "replay/learner_idle_s",
@@ -71,6 +71,11 @@ class WasVerdict:
         if "verdict" in named:
             raise TypeError(f"`verdict` of {cls.__name__} is called `correct` now: rename it")
         return super().__new__(cls)
+
+    @property
+    def verdict(self) -> None:
+        """Raise AttributeError with the name of now."""
+        raise AttributeError(f"`verdict` of {type(self).__name__} is called `correct` now")
 
 
 class OldNames(MetaPathFinder, InspectLoader):

@@ -77,6 +77,10 @@ CASES = (
 )
 
 
+FIGURES = ("tokens_per_s", "idle", "staleness_mean")
+"""What is compared, by the names of a prediction."""
+
+
 def run(case: Case, directory: Path, *, model: str) -> dict[str, Any]:
     """Run a case: throughput, idle, lag, and what it measured of itself."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -89,7 +93,7 @@ def run(case: Case, directory: Path, *, model: str) -> dict[str, Any]:
     return {
         "tokens_per_s": row["tokens"] / row["seconds"],
         "idle": row["shares"]["learner/idle"],
-        "lag_mean": row["lag_mean"],
+        "staleness_mean": row["lag_mean"],
         "plan": json.loads((directory / "plan.json").read_text(encoding="utf-8")),
     }
 
@@ -124,14 +128,14 @@ def part(rows: list[dict[str, Any]], runs: int) -> Part:
         mark = " (measured for the others)" if row["fitted"] else ""
         cells = " | ".join(
             " / ".join(f"{one[name]:{digits}}" for one in both)
-            for name, digits in (("tokens_per_s", ",.0f"), ("idle", ".1%"), ("lag_mean", ".2f"))
+            for name, digits in zip(FIGURES, (",.0f", ".1%", ".2f"), strict=True)
         )
         lines.append(f"| {row['case']}{mark} | {cells} |")
     far = [
         (
             abs(row["planned"]["tokens_per_s"] / row["found"]["tokens_per_s"] - 1),
-            abs(row["planned"]["lag_mean"] - row["found"]["lag_mean"])
-            / max(row["found"]["lag_mean"], 0.1),
+            abs(row["planned"]["staleness_mean"] - row["found"]["staleness_mean"])
+            / max(row["found"]["staleness_mean"], 0.1),
             abs(row["planned"]["idle"] - row["found"]["idle"]),
         )
         for row in rows
@@ -156,17 +160,14 @@ def saved(auto: dict[str, float], fixed: dict[str, float]) -> str:
     return aim(
         f"K = 4, outstanding auto: idle <= {IDLE:.1%}, mean lag <= {LAG:g}, tokens/s within "
         f"{LOST:.0%} of all outstanding",
-        f"{auto['idle']:.1%}, {auto['lag_mean']:.2f}, {share:.3f} times",
-        met=auto["idle"] <= IDLE and auto["lag_mean"] <= LAG and share >= 1 - LOST,
+        f"{auto['idle']:.1%}, {auto['staleness_mean']:.2f}, {share:.3f} times",
+        met=auto["idle"] <= IDLE and auto["staleness_mean"] <= LAG and share >= 1 - LOST,
     )
 
 
 def median(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Take the median of each figure."""
-    return {
-        name: statistics.median(one[name] for one in runs)
-        for name in ("tokens_per_s", "idle", "lag_mean")
-    }
+    return {name: statistics.median(one[name] for one in runs) for name in FIGURES}
 
 
 def main() -> None:

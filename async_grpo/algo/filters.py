@@ -34,6 +34,11 @@ class GroupFacts:
     rewards: Sequence[Mapping[str, float]]
     lengths: Sequence[int]
 
+    @property
+    def verdicts(self) -> None:
+        """Raise AttributeError with the name of now."""
+        raise AttributeError("`verdicts` of a group filter's facts is called `correct` now")
+
 
 @dataclass(frozen=True)
 class FilterRule:

@@ -545,8 +545,15 @@ def policy_loss(
         loss = loss * torch.where(terms.valid, weights.detach().to(loss.dtype), 0)
     loss = loss + 0 * terms.difference.detach()  # what clips an infinite ratio must not hide it
     nothing = torch.zeros_like(terms.valid)
-    custom = {f"loss/{key}": tensor for key, tensor in found.items() if key not in DIAGNOSTICS}
-    check_shapes(logprobs, **custom)
+    custom = {f"loss/{key}": value for key, value in found.items() if key not in DIAGNOSTICS}
+    for key, value in custom.items():
+        a_tensor = isinstance(value, torch.Tensor)
+        if not a_tensor or value.shape != logprobs.shape:
+            what = f"a tensor {list(value.shape)}" if a_tensor else repr(value)
+            raise ValueError(
+                f"policy loss {name} returns {what} as diagnostic {key.removeprefix('loss/')}: it "
+                f"needs a value per token, a tensor {list(logprobs.shape)}"
+            )
     diagnostics = {
         "log_ratio": terms.difference,
         "ratio": torch.where(terms.valid, found.get("ratio", terms.log_ratio.detach().exp()), 1),

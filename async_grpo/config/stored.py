@@ -7,6 +7,7 @@
     policy_loss: mine  and  options: {mine: {size: 2}}  policy_loss: {name: mine, size: 2}
     backend: nccl  and  senders: one                    backend: {name: nccl, senders: one}
     early_stopping: {metric: replay/lag_mean}           {metric: replay/staleness_mean}
+    callbacks: {metric_stream: ...}                     metrics.jsonl has every line
 
 Runs in: any process (imports what the settings import). Hides what options looked like while they
 stood beside the setting that names what they belong to. Invariants: what a run has stored is
@@ -30,7 +31,7 @@ from async_grpo.config.transports import TRANSPORTS, Senders
 
 _LOSSES = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
 """Losses whose options had a section of their own."""
-_STOPPING = ("run", "callbacks", "early_stopping")
+_STOPPING, _STREAM = ("run", "callbacks", "early_stopping"), "metric_stream"
 [_PUSHES] = (name for name, one in TRANSPORTS.items() if one.options is Senders)
 """The transport that `weight_sync.senders` was about."""
 
@@ -58,9 +59,11 @@ def renewed(settings: Mapping[str, Any]) -> dict[str, Any]:
         new["replay"] = {**replay, "filter_groups": groups}
     if isinstance(sync, Mapping) and isinstance(sync.get("backend", "auto"), str):
         new["weight_sync"] = _weight_sync(sync, settings)
-    if isinstance(metric := _inside(settings, *_STOPPING, "metric"), str):
-        new["run"] = copy.deepcopy(settings["run"])
-        _inside(new, *_STOPPING)["metric"] = old_names.metric(metric)
+    if isinstance(callbacks := _inside(settings, "run", "callbacks"), Mapping):
+        kept = {name: copy.copy(one) for name, one in callbacks.items() if name != _STREAM}
+        new["run"] = {**settings["run"], "callbacks": kept}
+        if isinstance(metric := _inside(kept, "early_stopping", "metric"), str):
+            kept["early_stopping"]["metric"] = old_names.metric(metric)
     return new
 
 

@@ -81,6 +81,12 @@ TOTALS = (
 """Counters of the ledger that `counts` tells."""
 
 
+REJECTED_BYTES = 2**26
+"""Of rejected groups that the journal keeps to be looked at; more while accepted ones take more, so
+that filters at most double the journal.
+"""
+
+
 class ReplayQueue:
     """Owner of every group between its ticket and its learner step. Every call answers at once;
     `resume.open_queue` builds one on a journal.
@@ -115,6 +121,7 @@ class ReplayQueue:
         """The step to which the run rolls forward, until the learner asks for the first one."""
         self._clock = clock
         self._journal, self._facts = journal, facts or snapshot_facts()
+        self._accepted_bytes = self._rejected_bytes = 0
         self._ledger = ledger or Ledger(
             first_group_id=settings.next_group_id,
             steps=settings.trained_steps,
@@ -499,13 +506,24 @@ class ReplayQueue:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:
             self.record(events.Retire(retired))
-        result = bytes(memoryview(frame))
         if reason is not None:
-            self.record(events.Reject(*ticket, reason, tokens, baseline), frame=result)
+            shown = self._spared(frame)
+            self.record(events.Reject(*ticket, reason, tokens, baseline), frame=shown)
             return Verdict(*ticket, "rejected", reason)
+        result = bytes(memoryview(frame))
+        self._accepted_bytes += len(result)
         self.record(events.Put(*ticket, tokens, baseline), meta=meta, frame=result)
         entry.slow = self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
+
+    def _spared(self, frame: Buffer) -> bytes | None:
+        """Return the frame of a rejected group for the journal, where its bytes are to spare."""
+        size = memoryview(frame).nbytes
+        spare = max(self._accepted_bytes, REJECTED_BYTES) - self._rejected_bytes
+        if self._journal is None or size > spare:
+            return None
+        self._rejected_bytes += size
+        return bytes(memoryview(frame))
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:
         """Refuse a result of no ticket in flight here: known already, or taken away."""

@@ -609,7 +609,7 @@ class Trainer:
         orderly, repeated = status != "FAILED", self._running.rerun is not None
         self._started = False
         with ExitStack() as last:  # the last one that is named comes first, whatever the others do
-            last.callback(self.console.stopped, status)
+            last.callback(self._end_console, status, ending)
             last.callback(self._directory.release)
             last.callback(self._running.close)
             last.callback(self._conclude, status, ending, report=not repeated)
@@ -624,6 +624,12 @@ class Trainer:
     def _conclude(self, status: Status, ending: tuple[int, str] | None, *, report: bool) -> None:
         asked, log = self.stop_requested, self._log
         log.conclude(self.config, status, ending=ending, asked=asked, report=report)
+
+    def _end_console(self, status: Status, ending: tuple[int, str] | None) -> None:
+        if ending is None or self.console.progress.ended:
+            self.console.stopped(status)
+        else:
+            self.console.end(*ending)
 
     def _finish_saving(self, *, orderly: bool) -> None:
         """Let a checkpoint under way be completed; after a failure in a short while only."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,12 +32,15 @@ def test_a_loss_sees_staleness_and_its_own_diagnostics_become_metrics() -> None:
             "wide_by_age", logprobs, **known, loss_mask=mask, clip=Clip(0.2, 0.2)
         )
 
-        @POLICY_LOSSES.register("wrong_shape")
-        def wrong_shape(terms: Terms) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return -terms.log_ratio, {"age": terms.staleness[:2]}
+        @POLICY_LOSSES.register("wrong")
+        def wrong(terms: Terms) -> tuple[torch.Tensor, dict[str, Any]]:
+            return -terms.log_ratio, {"age": wrongs[-1]}
 
-        with pytest.raises(ValueError, match="loss/age has shape"):
-            policy_loss("wrong_shape", logprobs, **known, loss_mask=mask, clip=Clip(0.2, 0.2))
+        wrongs: list[Any] = []
+        for value, what in ((ones[:2], r"a tensor \[2\]"), (1.5, "1.5"), (None, "None")):
+            wrongs.append(value)
+            with pytest.raises(ValueError, match=f"wrong returns {what} as diagnostic age"):
+                policy_loss("wrong", logprobs, **known, loss_mask=mask, clip=Clip(0.2, 0.2))
     sums = MetricSums()
     loss_metrics(
         sums,

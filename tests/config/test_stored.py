@@ -105,6 +105,10 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             }
         },
     ),
+    "a callback that is gone": (
+        {"run": {"callbacks": {"metric_stream": {"to": "a"}, "mine:Mine": {}}}},
+        {"run": {"callbacks": {"mine:Mine": {}}}},
+    ),
     "a rejection": (
         {"algorithm": {"rejection": {"level": "token", "upper": 3.0}}},
         {

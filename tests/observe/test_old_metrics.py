@@ -11,7 +11,7 @@ from async_grpo.observe.console.status_file import read_status
 from async_grpo.observe.tracking.delivery import Delivery
 from async_grpo.old_names import metric
 from async_grpo.tools.report.data import read_run
-from async_grpo.tools.report.facts import bottleneck
+from async_grpo.tools.report.facts import bottleneck, tiles
 from async_grpo.tools.report.plots import times_by_cause
 from tests.support import verbs
 from tests.support.metric_page import documented
@@ -41,6 +41,8 @@ OLD = {
     "plan/error_lag": "plan/error_staleness",
     "train/lag_of_mine": "train/lag_of_mine",
     "mine/row_length": "mine/row_length",
+    "train/loss/row_length": "train/loss/row_length",
+    "train/loss/my_rejected_rows": "train/loss/my_rejected_rows",
 }
 
 
@@ -78,6 +80,13 @@ def test_a_tracker_gets_the_names_of_now() -> None:
     sent = {point.name: point.value for point in points}
     assert sent["train/staleness_mean"] == 0 and "watch/time/weight_sync" in sent
     assert not any("/lag_" in name or name.endswith("_rows") for name in sent)
+
+
+def test_a_status_of_nothing_is_none(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("")
+    data = read_run(tmp_path)
+    assert not data.status and tiles(data)[0] == "How the run ended is not known."
 
 
 def test_a_status_of_before_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

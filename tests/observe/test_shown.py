@@ -34,7 +34,7 @@ def test_the_others_are_asked_for() -> None:
 
 
 def test_metrics_of_ones_own_pass() -> None:
-    for name in ("mine", "mine/loss", "system/memory"):
+    for name in ("mine", "mine/loss", "system/memory", "train/loss/mine"):
         assert shown(name, 0.0) == name
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.replay import queue as queue_module
 from async_grpo.replay.history import Stretch, lineage, read_history
 from async_grpo.replay.journal import Segment, segments
 from async_grpo.replay.ledger import State
-from tests.support.journal_life import Life
+from async_grpo.replay.resume import open_queue
+from tests.support.frames import frame_of
+from tests.support.journal_life import Life, journal_in
+from tests.support.queues import queue_settings, take
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -79,3 +83,22 @@ async def test_what_does_not_tell_of_these_steps_is_not_read(
     stretch = Stretch(tmp_path, first=40, last=42)
     assert set(stretch.steps) == {40, 41, 42, 43}
     assert sum(count > 0 for count in read.values()) <= 5, "a step takes about half a segment"
+
+
+async def test_rejected_groups_at_most_double_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted ones have results in any case; of rejected ones as many bytes, or a budget."""
+    frames = {}
+    for budget in (0, 10**6):
+        monkeypatch.setattr(queue_module, "REJECTED_BYTES", budget)
+        directory = tmp_path / str(budget)
+        queue = open_queue(queue_settings(max_staleness=3), journal_in(directory))
+        tickets = await take(queue, 8)
+        for flat, ticket in zip((1, 1, 0, 1, 1, 0, 1, 1), tickets, strict=True):
+            values = (1.0, 1.0) if flat else (0.0, 1.0)
+            await queue.put("a", [frame_of(ticket, values=values)])
+        await queue.commit()
+        groups = read_history(directory).groups
+        frames[budget] = [bool(groups[ticket.group_id].frames) for ticket in tickets]
+    assert frames == {0: [False, False, True, True, False, True, True, False], 10**6: [True] * 8}

@@ -29,7 +29,7 @@ _WATCHED = (
 _MAIN = re.compile(
     r"eval/(?!problems|tokens|seconds).*"
     r"|rollout/.*"  # but for the details below
-    rf"|train/(loss|grad_norm|lr|padding|tokens_per_s|{CHARTS})"
+    rf"|train/(loss(/.+)?|grad_norm|lr|padding|tokens_per_s|{CHARTS})"
     rf"|train/staleness_[\d+-]+/(score|{CHARTS_PER_LAG})"
     r"|time/(step|wait|train|weight_sync|learner_idle|(learner|engine)/(?!restarting).*)"
     r"|goodput/(share|trained|generated)"

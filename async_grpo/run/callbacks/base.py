@@ -36,7 +36,8 @@ class Callback:
     In Python: `Trainer(config, callbacks=[...])`.
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
         if hasattr(cls, "on_publication"):
             raise TypeError(
                 f"{cls.__name__}.on_publication is called on_weight_sync now: rename it"

@@ -103,7 +103,8 @@ def changes(config: Config, found: Path | None) -> Changes:
 
 def as_before(config: Config, found: Path | None) -> Config:
     """Keep the micro-batches that were chosen when the run began, on whatever machine it goes on:
-    others would change the order of sums. Checkpointing changes no number, and is chosen again.
+    others would change the order of sums. Checkpointing changes no number, and is chosen again
+    where it is `auto`; the run's own config.yaml has what was chosen.
     """
     past = read_settings(Path(config.run.dir) / "config.yaml") if has_past(config) else {}
     if not past and found is not None:

@@ -96,6 +96,7 @@ class Saver:
         not needed.
         """
         started = time.perf_counter()
+        self._awaited |= wait  # what is under way may be the one that is asked for
         await self.wait()
         self.check()
         if self.saved_at != step:

@@ -73,7 +73,8 @@ def fitted(
     what += "checkpointing, "
     need = f"about {size_text(needs[way])} needed"
     if there is None:
-        what += "since the memory of the GPUs is not known"
+        of = "machine" if placement.device == "cpu" else "GPUs"
+        what += f"since the memory of the {of} is not known"
     elif fits:
         what += f"chosen to fit {there / 2**30:.3g} GiB ({need})"
     else:

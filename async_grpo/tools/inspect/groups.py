@@ -37,7 +37,7 @@ REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
 """Only in these, a reason is of the present state: a trained group may have lost an attempt."""
 HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
-GONE = "its result is no longer in the journal"
+GONE = "its result is not in the journal"
 LOST = ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")
 REFUSED = ("late", "duplicate", "abandoned", "invalid")
 """Counters of the ledger that are listed together."""

@@ -231,5 +231,10 @@ def measured_beside(config: Config, run_dir: Path) -> Iterator[Path]:
             Measured.of(record["measured"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # half written, or of another version
-        if record.get("kind") == wanted:
+        known = record.get("kind", {})
+        learner = known.get("learner", {}) if isinstance(known, dict) else {}
+        chosen = {
+            key: learner.get(key) for key, value in wanted["learner"].items() if value == "auto"
+        }
+        if known == wanted | {"learner": wanted["learner"] | chosen}:
             yield path

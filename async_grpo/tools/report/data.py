@@ -190,7 +190,8 @@ def read_run(run_dir: Path) -> RunData:
     data.samples = list(_samples(run_dir / SAMPLES))
     data.events = list(read_timeline(run_dir))
     with suppress(OSError):  # a run from before there was this file
-        data.status = of_now(next(json_objects((run_dir / STATUS).read_bytes()), {}))
+        for found in json_objects((run_dir / STATUS).read_bytes()):
+            data.status = of_now(found)
     return data
 
 

@@ -35,8 +35,8 @@ cluster.rollout_actors cluster.engine.tensor_parallel_size cluster.engine.max_nu
 """
 """What of the configuration is shown first."""
 _FAULT = re.compile(
-    r"\b(died|dies|killed|lost|dropped|restart|started again|takes its "
-    r"place|took|gone|silent|stalled|discard\w*|set aside|resumed|repeat\w*|SIGTERM|SIGINT"
+    r"\b(died|dies|killed|lost|dropped|restart|started again|given up|replaces|rolled back|took"
+    r"|gone|silent|stalled|discard\w*|set aside|resumed|repeat\w*|SIGTERM|SIGINT|takes its place"
     r"|could not|failed|answers again|taken back|added|left)\b"
 )
 

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 
@@ -241,6 +241,21 @@ def test_early_stopping_looks_at_evaluations_too() -> None:
 def test_a_method_of_before_is_answered() -> None:
     with pytest.raises(TypeError, match=r"Old\.on_publication is called on_weight_sync now"):
         type("Old", (Callback,), {"on_publication": lambda *event: None})
+
+
+def test_a_callback_may_be_generic_and_take_words_of_its_class() -> None:
+    class Named(Callback):
+        def __init_subclass__(cls, *, name: str = "", **named: Any) -> None:
+            super().__init_subclass__(**named)
+            cls.name = name
+
+    class Typed(Callback, Generic[TypeVar("T")]):
+        pass
+
+    assert type("Mine", (Named,), {}, name="mine").name == "mine"
+    assert isinstance(Typed[int](), Callback)
+    with pytest.raises(TypeError, match="word"):
+        type("Wrong", (Callback,), {}, word=1)
 
 
 def test_a_metric_that_never_comes_is_a_mistake() -> None:

@@ -124,9 +124,11 @@ def test_all_ranks_have_room_or_none_writes_into_memory() -> None:
 
 
 async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
-    saver, parts = make_saver(tmp_path, RecordingListener()), OneRank(BytesLearner())
+    said, parts = RecordingListener(), OneRank(BytesLearner())
+    saver = make_saver(tmp_path, said)
     assert await save(saver, parts, 4, wait=False) == await save(saver, parts, 4)
     assert parts.segment == 1 and checkpoint.steps(tmp_path) == [4]
+    assert "checkpoint of step 4: " in said.text, "somebody has asked for it meanwhile"
 
 
 async def test_an_old_checkpoint_that_cannot_be_removed_is_said(

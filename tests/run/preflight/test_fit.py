@@ -106,6 +106,7 @@ def test_the_line_says_what_was_chosen_and_why() -> None:
     )
     assert "needed, 12 GiB available)" in chosen(config, shape, "gpus=1,memory=12")[1]
     assert chosen(config, shape, "gpus=1")[1].endswith("since the memory of the GPUs is not known")
+    assert chosen(config, shape, "cpus=8")[1].endswith("the memory of the machine is not known")
 
 
 @pytest.mark.parametrize(

@@ -828,7 +828,7 @@ async def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
 
 def test_a_row_without_its_result_says_so(look, old_run: Path) -> None:
     rows = rows_of(look, "--reverse", directory=old_run)
-    gone = (4, None, "its result is no longer in the journal")
+    gone = (4, None, "its result is not in the journal")
     told = [(row["step"], row["reward"], row["reason"]) for row in rows]
     assert told == [gone, gone, (5, 0.5, ""), (5, 0.5, "")]
     assert look("--group", "6", directory=old_run).count("journal") == 1
@@ -857,7 +857,7 @@ async def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path
     await queue.close()
     segment_path(journal_of(tmp_path), 1).unlink()
     rows = rows_of(look, "--reverse", directory=tmp_path)
-    gone = "its result is no longer in the journal"
+    gone = "its result is not in the journal"
     assert [(row["state"], row["reason"]) for row in rows] == [("trained", gone)] * 2 + [
         ("training", gone)
     ] * 2 + [("unused", gone), ("unused", "")]

@@ -85,6 +85,14 @@ def test_a_run_of_the_same_kind_is_remembered(tmp_path: Path) -> None:
     assert forecast(tmp_path / "third", "learner.zero_stage=2").predicted is None
 
 
+def test_what_a_run_chose_is_what_auto_would_choose(tmp_path: Path) -> None:
+    """Runs write the numbers of their micro-batches; a file on its own says `auto`."""
+    chosen = ["learner.tokens_per_micro_batch=8192", "learner.gradient_checkpointing=true"]
+    ran(tmp_path / "run", *chosen)
+    assert forecast(tmp_path / "new").source == str(tmp_path / "run")
+    assert forecast(tmp_path / "given", "learner.tokens_per_micro_batch=4096").predicted is None
+
+
 def test_cores_and_contention(tmp_path: Path) -> None:
     for cores, expected in ((None, 1.0), (1, 1.0), (2, CPU_CONTENTION)):
         found = forecast(tmp_path / str(cores), cores=cores)

@@ -22,7 +22,9 @@ import pytest
 
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.console.status_file import read_timeline
 from async_grpo.replay.resume import open_queue
+from async_grpo.run.ending import end
 from async_grpo.run.trainer import Trainer
 from async_grpo.tools.report.data import ROWS, read_run
 from async_grpo.tools.report.facts import (
@@ -126,6 +128,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     console = Console(open(directory / "log.txt", "w"))  # noqa: SIM115 - as long as the process lives
     console.begin_run(directory, run="mine")
     console.info("actor-1 died; actor-2 replaces it")
+    console.info("actor-3 is given up (no answer to a probe in 30 s); actor-4 replaces it")
     console.logged(steps, steps, row(steps, start))
     console.published(50, 0.2)
     console.bottleneck(kind="engines", text="the engines limit")
@@ -212,6 +215,7 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
     }
     assert (
         "actor-1 died; actor-2 replaces it" in page.sections["restarts"]
+        and "actor-4 replaces it" in page.sections["restarts"]
         and "1 rollout actors replaced" in page.sections["restarts"]
     )
     assert (
@@ -555,6 +559,19 @@ def test_a_run_that_ends_through_the_trainer_has_its_report(
     assert [what for what, _ in done] == ["conclude", "report", "finish"] and dict(done)[
         "report"
     ], "it tells of the end"
+
+
+def test_a_start_that_was_refused_is_recorded_once(tmp_path: Path) -> None:
+    config = Config(
+        run=Run(name="mine", dir=str(tmp_path), total_steps=1), model=Model(path="somewhere")
+    )
+    console = Console(io.StringIO())
+    trainer = Trainer(config, console=console)
+    console.begin_run(tmp_path, run="mine")
+    trainer.stop("FAILED", ending=(2, "it does not fit"))
+    end(console, 2, "it does not fit")
+    codes = [event["exit_code"] for event in read_timeline(tmp_path) if "exit_code" in event]
+    assert codes == [2]
 
 
 BROWSERS = [
