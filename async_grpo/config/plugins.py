@@ -272,6 +272,8 @@ def _import(module: str) -> str:
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - a user's module, told in words
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            return f"is neither in the working directory ({Path.cwd()}) nor on PYTHONPATH"
         trace = traceback.extract_tb(error.__traceback__)
         frames = [one for one in trace if "importlib" not in one.filename]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""

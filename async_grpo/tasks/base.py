@@ -27,6 +27,10 @@ class TaskError(SetupError, ValueError):
     """The task's name, data or options are wrong; one sentence says what to change."""
 
 
+class RowsRefused(TaskError):
+    """Rows that were read, and are of no use on any machine."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One prompt: text, or chat messages with `role` and `content`.

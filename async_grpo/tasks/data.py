@@ -23,7 +23,7 @@ import msgpack
 
 from async_grpo.config import schema
 from async_grpo.runtime.text import first_line, listed
-from async_grpo.tasks.base import Problem, Score, TaskError
+from async_grpo.tasks.base import Problem, RowsRefused, Score, TaskError
 
 _SHOWN = 4
 
@@ -57,7 +57,7 @@ def _refuse_format(path: Path) -> None:
     else:
         return
     target = path.name.partition(".")[0] + ".jsonl"
-    raise TaskError(
+    raise RowsRefused(
         f"{path} is in the format {kind}, and rows are read from JSONL: convert it with "
         f'python -c "import datasets; {loads}.to_json({target!r})"'
     )
@@ -222,7 +222,7 @@ class RowTask(ABC):
             return problems
         found = f"{source}: {count} of {len(problems) + count} rows are malformed"
         if count > allowed * (len(problems) + count):
-            raise TaskError(
+            raise RowsRefused(
                 f"{found}: {_examples(bad)}. Mend them, or leave them out "
                 f"(task.max_bad_fraction, now {allowed:g})"
             )

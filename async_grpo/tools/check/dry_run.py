@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +46,10 @@ from async_grpo.run.preflight.memory import (
     size_text,
 )
 from async_grpo.run.preflight.model import known_model
-from async_grpo.runtime.text import counted
-from async_grpo.tasks.base import Task, TaskError
-from async_grpo.tasks.data import quiet_hub
-from async_grpo.tasks.registry import load_task
+from async_grpo.runtime.text import counted, shortened
+from async_grpo.tasks.base import RowsRefused, Task, TaskError
+from async_grpo.tasks.data import RowTask, quiet_hub
+from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tools.check.known_models import known_config, names
 from async_grpo.tools.predict.advice import one_change, said
 from async_grpo.tools.predict.forecast import describe as describe_speed
@@ -100,12 +101,12 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     that are here; what this machine lacks is then a warning.
     """
     refused: list[str] = []
-    checked = _refusal(trainer.check, refused)
+    here = refused if assumed is None else list[str]()
+    checked = _refusal(trainer.check, here, rows=refused)
     config = trainer.config
     warnings = [line.removeprefix("note: ") for line in trainer.model_notes or []]
     if assumed is not None:
-        warnings += [f"on this machine the run would be refused: {why}" for why in refused]
-        refused.clear()
+        warnings += [f"on this machine the run would be refused: {why}" for why in here]
     found, placement = _found_and_placed(config, assumed, refused)
     device, backend = _device(config, placement)
     _refusal(lambda: refuse(config, device=device, backend=backend), refused)
@@ -118,6 +119,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
         )
     console.info("# resolved configuration", dump(config).rstrip(), "")
     steps = trainer.total_steps if checked else config.run.total_steps
+    if data := list(_data(config, noted=checked)):
+        console.summary("data", data)
     console.summary("run", list(_budget(config, steps)))
     if placement is not None:
         console.summary("speed", list(_speed(config, placement, device, assumed is not None)))
@@ -153,14 +156,31 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
         raise SetupError(refused[-1])
 
 
-def _refusal(check: Callable[[], object], refused: list[str]) -> bool:
-    """Run a check and note what it refuses; whether it passed."""
+def _refusal(
+    check: Callable[[], object], refused: list[str], *, rows: list[str] | None = None
+) -> bool:
+    """Run a check and note what it refuses, bad rows among `rows`; whether it passed."""
     try:
         check()
     except (SetupError, ValueError) as error:  # as a run catches them before it starts
-        refused.append(str(error))
+        bad = rows is not None and isinstance(error.__cause__, RowsRefused)
+        (rows if rows is not None and bad else refused).append(str(error))
         return False
     return True
+
+
+def _data(config: Config, *, noted: bool) -> Iterator[Line]:
+    """Say what is trained and evaluated; nothing of a task that was refused. noted: what is left
+    out is among the warnings.
+    """
+    with suppress(TaskError), quiet_hub():
+        task = load_task(config.task, config.seed)
+        evaluated = held_out(config, task)
+        yield "training problems", f"{len(task):,}"
+        yield "held-out problems", f"{evaluated:,}" if evaluated else "none: no evaluation"
+        yield "the first one", shortened(repr(task.train(0).prompt), 300)
+        if isinstance(task, RowTask) and not noted:
+            yield from (("note", note.removeprefix("note: ")) for note in task.notes)
 
 
 def _found_and_placed(
@@ -283,7 +303,7 @@ def _memory(
         + (f"{shape.active:,} of them for a token, " if shape.active else "")
         + f"{shape.trained:,} trained; {shape.layers} layers, vocabulary {shape.vocabulary:,}",
     )
-    for stage in range(4):
+    for stage in range(0 if element_bytes(config, device) == 4 else 1, 4):
         need = learner_memory(config, shape, device=device, stage=stage, backend=backend)
         chosen = "  <- learner.zero_stage" if stage == config.learner.zero_stage else ""
         more = [
