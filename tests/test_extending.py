@@ -42,7 +42,8 @@ from tests.support.processes import free_port
 from tests.support.registers import registers_put_back
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "extend.md"
-KINDS = ["soft_clip", "median", "fading", "brevity", "rambling"]
+LOSSES = ["soft_clip", "clipped"]
+OTHERS = ["median", "fading", "brevity", "rambling"]
 WEIGHTS = {"correct": 1.0}
 TIMES = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
 
@@ -66,6 +67,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         sys.path.remove(str(directory))
     for name in examples():
         sys.modules.pop(name, None)
+
+
+def test_the_test_of_the_page_passes(home: Path) -> None:
+    [code] = re.findall(r"```python\n# test_clipped\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    known: dict[str, Any] = {}
+    exec(code, known)
+    known["test_an_old_token_is_clipped_earlier"]()
 
 
 def configured(home: Path, *names: str, model: str = "m", **sections: Any) -> Config:
@@ -92,7 +100,7 @@ def configured(home: Path, *names: str, model: str = "m", **sections: Any) -> Co
 
 
 def test_there_is_one_short_example_of_every_kind() -> None:
-    assert list(examples()) == KINDS
+    assert list(examples()) == [*LOSSES, *OTHERS]
     for code, settings in examples().values():
         assert len(code.strip().splitlines()) + len(settings.strip().splitlines()) <= 25
     registered = {re.search(r"@register_(\w+)\(", code)[1] for code, _ in examples().values()}
@@ -180,9 +188,10 @@ async def test_the_queue_rejects_what_the_filter_does(home: Path) -> None:
     await queue.close()
 
 
-def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_of_them_train_two_steps(loss: str, home: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "policy")
-    config = configured(home, *KINDS, model=model, learner={"lr": 1e-3})
+    config = configured(home, loss, *OTHERS, model=model, learner={"lr": 1e-3})
     set_rank(0, 1, free_port())
     by_id: dict[int, bytes] = {}
     learner = Learner(
@@ -202,9 +211,9 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
             metrics |= MetricSums.from_wire(learner.train(values, coef)).means()
             assert all(np.isfinite(value) for value in metrics.values())
             assert metrics["train/grad_norm"] > 0
-            assert ("train/importance_weight" in metrics) and metrics[
-                "train/staleness_max"
-            ] == step - 1
+            assert "train/importance_weight" in metrics
+            assert metrics["train/staleness_max"] == step - 1
+            assert ("train/loss/stale_clipped" in metrics) is (loss == "clipped")
     finally:
         learner.close()
 

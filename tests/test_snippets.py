@@ -88,7 +88,9 @@ def an_episode() -> Iterator[dict[str, Any]]:
 @contextmanager
 def wandb() -> Iterator[dict[str, Any]]:
     """A fake of the package that docs/how-to/tracking.md sends metrics to."""
-    with mock.patch.dict(sys.modules, wandb=mock.MagicMock()):
+    fake = mock.MagicMock(spec_set=["init"])
+    fake.init.return_value = mock.Mock(spec_set=["log", "finish"])
+    with mock.patch.dict(sys.modules, wandb=fake):
         yield {}
 
 

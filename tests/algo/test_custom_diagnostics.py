@@ -21,10 +21,12 @@ def test_a_loss_sees_staleness_and_its_own_diagnostics_become_metrics() -> None:
         "advantages": ones,
         "staleness": torch.tensor([0.0, 2.0, 4.0, 9.0]),
     }
+    seen: list[list[float]] = []
     with registers_put_back():
 
         @POLICY_LOSSES.register("wide_by_age")
         def wide_by_age(terms: Terms) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            seen.append(terms.staleness.tolist())
             return -terms.log_ratio, {"age": terms.staleness, "clipped_high": terms.staleness > 3}
 
         logprobs = torch.full((4,), -1.0, requires_grad=True)
@@ -41,6 +43,7 @@ def test_a_loss_sees_staleness_and_its_own_diagnostics_become_metrics() -> None:
             wrongs.append(value)
             with pytest.raises(ValueError, match=f"wrong returns {what} as diagnostic age"):
                 policy_loss("wrong", logprobs, **known, loss_mask=mask, clip=Clip(0.2, 0.2))
+    assert seen == [[0.0, 2.0, 4.0, 0.0]], "masked tokens have none"
     sums = MetricSums()
     loss_metrics(
         sums,

@@ -780,9 +780,12 @@ def test_a_new_run_does_not_start_in_the_directory_of_another(
 
 def test_the_reference_page_is_up_to_date_and_describes_every_setting() -> None:
     assert pages.main(["--check"]) == 0, "run make docs"
-    described = "".join(pages.configuration().values())
-    keys = [name for name, setting in settings().items() if not setting.section]
-    assert all(f"| `{name.rpartition('.')[2]}` |" in described for name in keys)
+    described = []
+    for part in re.split(r"^#+ ", "".join(pages.configuration().values()), flags=re.MULTILINE):
+        section = re.match(r"`(.*)`", part)
+        keys = re.findall(r"^\| `(\w+)` \|", part.partition("\nOptions of")[0], re.MULTILINE)
+        described += [f"{section[1]}.{key}" if section else key for key in keys]
+    assert sorted(described) == sorted(name for name, one in settings().items() if not one.section)
     assert [
         name
         for name, setting in settings().items()

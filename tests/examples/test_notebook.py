@@ -7,19 +7,34 @@ import os
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 
-from tests.support.snippets import ROOT
+from tests.support.reader import Reader
+from tests.support.snippets import ROOT, Snippet
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 RUN_S = 900
 
 
+STORED = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+CODE = [cell for cell in STORED["cells"] if cell["cell_type"] == "code"]
+
+
 def test_it_is_stored_without_what_it_prints() -> None:
-    stored = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
-    assert stored["nbformat"] == 4 and len(code) > 5
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert STORED["nbformat"] == 4 and len(CODE) > 5
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+
+
+def test_its_cells_call_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    (tmp_path / "runs" / "double").mkdir(parents=True)  # the run directory of doubles
+    reader = Reader("quickstart.ipynb", {})
+    with reader.at_work():
+        for number, cell in enumerate(CODE):
+            reader.read(Snippet(f"cell {number}", 1, "python", "".join(cell["source"])))
 
 
 def said(cell: Any) -> str:
@@ -32,9 +47,6 @@ def said(cell: Any) -> str:
 @pytest.mark.timeout(RUN_S)
 def test_its_cells_run(tmp_path: Path) -> None:
     """In a kernel of this interpreter; a cell that raises ends the test."""
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     client = nbclient.NotebookClient(

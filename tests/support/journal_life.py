@@ -245,7 +245,7 @@ class Life:
         for ticket, frame, verdict in zip(tickets, frames, verdicts, strict=True):
             pair = (ticket.group_id, ticket.attempt)
             assert (verdict.status in ("accepted", "rejected")) == (pair in held), verdict
-            if verdict.status == "accepted":
+            if pair in held:  # of rejected groups too
                 self.frames[pair] = frame
             if self.random.random() < 0.9:  # otherwise the answer is lost: the result is put again
                 del actor.holding[ticket.group_id]
@@ -496,7 +496,8 @@ class Life:
                 break
             for ticket in tickets:
                 frame = self.frame(ticket)
-                if (await self.queue.put(actor.name, [frame]))[0].status == "accepted":
+                [verdict] = await self.queue.put(actor.name, [frame])
+                if verdict.status in ("accepted", "rejected"):
                     self.frames[ticket.group_id, ticket.attempt] = frame
             batch = (
                 None

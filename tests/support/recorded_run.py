@@ -16,8 +16,7 @@ from typing import Any
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.replay.events import Reject
-from async_grpo.replay.history import lineage, read_history
+from async_grpo.replay.history import read_history
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.trainer import Trainer
@@ -106,11 +105,8 @@ def tell(home: Path) -> dict[str, Any]:
         lines(home / "run", "metrics.jsonl"),
         lines(home / "run", "samples.jsonl"),
     )
-    links, _ = lineage(home / "run" / "journal")
-    happened = [event for link in links for event, _ in link.events()]
     return told | {
         "history": read_history(home / "run" / "journal"),
-        "rejects": [event for event in happened if isinstance(event, Reject)],
         "log": (home / "log.txt").read_text(),
     }
 

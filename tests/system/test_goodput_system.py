@@ -56,20 +56,13 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
         counted_run["history"],
         {"trained": 0, "masked": 0, "baseline": 0, "rejected": 0, "unused": 0},
     )
-    for event in counted_run["rejects"]:
-        in_groups["rejected"] += event.tokens
-        in_groups["baseline"] += event.baseline
+    assert history.unlisted == {}, "none is older than the first segment"
     for group_id, record in history.groups.items():
-        meta = history.meta(group_id) if record.state != State.REJECTED else None
+        meta = history.meta(group_id)
         for row in meta.rows if meta is not None else ():
             trained = "masked" if row.finish_reason == "length" else "trained"
-            in_groups[
-                "baseline"
-                if row.role == "baseline"
-                else trained
-                if record.state == State.TRAINED
-                else "unused"
-            ] += row.length
+            place = {State.TRAINED: trained, State.REJECTED: "rejected"}.get(record.state, "unused")
+            in_groups["baseline" if row.role == "baseline" else place] += row.length
     in_groups["unused"] += requests["rollouts"] - sum(
         in_groups.values()
     )  # what was under way when the run was stopped, if anything was

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -332,7 +333,8 @@ def test_a_run_prints_a_line_per_event(story):
     sync.
     """
     lines = story["log"].splitlines()
-    assert len(lines) <= 40, story["log"]
+    slow = re.compile(r"step |bottleneck|.* s so far$|.* waits for .*, \d+ s$")  # by the machine
+    assert sum(not slow.match(line) for line in lines) <= 18, story["log"]
     assert sum("KV caches" in line for line in lines) <= 1
     assert [line.split()[1] for line in lines if line.startswith("step ")][-1] == f"{STEPS}/{STEPS}"
 

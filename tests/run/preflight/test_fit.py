@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster.placement import place
+from async_grpo.cluster.placement import Node, place
 from async_grpo.config.schema import Config
 from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large
 from async_grpo.run.preflight.memory import Shape, shape_of
@@ -41,10 +41,10 @@ def config_of(lengths: tuple[int, int] = (256, 128), **sections: Any) -> Config:
 
 
 def chosen(
-    config: Config, shape: Shape, nodes: str, *, host_bytes: int | None = None
+    config: Config, shape: Shape, nodes: str | list[Node], *, host_bytes: int | None = None
 ) -> tuple[Config, str, list[str]]:
     """The settings, the line, and the refusals on such nodes."""
-    there = assumed_nodes(nodes)
+    there = assumed_nodes(nodes) if isinstance(nodes, str) else nodes
     placement = place(config, there)
     backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
     known = {node.node_id: node.gpu_bytes for node in there}
@@ -154,6 +154,21 @@ def test_a_cpu_takes_small_micro_batches_first(host: float, tokens: int, again: 
     assert (found.tokens_per_micro_batch, found.gradient_checkpointing) == (tokens, again)
 
 
+def test_a_cpu_holds_every_rank_and_the_engines_beside_them() -> None:
+    cluster = {"device": "cpu", "rollout_actors": {"max": 4}}  # one here, three on another node
+    config = config_of(cluster=cluster, learner={"ranks": 2})
+    shape = known("SmolLM2-135M", config)
+    found = chosen(config, shape, "nodes=2,cpus=4", host_bytes=12 * GIB)[0].learner
+    assert (found.tokens_per_micro_batch, found.gradient_checkpointing) == (512, False)
+
+
+def test_the_smallest_of_different_gpus_counts() -> None:
+    config = config_of(learner={"ranks": 2})
+    there = [Node(f"{size}", "a", 64, 1, gpu_bytes=size * GIB) for size in (80, 24)]
+    line = chosen(config, known("Qwen2.5-0.5B", config), there)[1]
+    assert "chosen to fit 24 GiB" in line
+
+
 def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
     config = config_of(cluster={"device": "cpu"})
     found = chosen(config, TINY, "cpus=2", host_bytes=7 * GIB)[0].learner
@@ -180,6 +195,27 @@ def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
             {},
             ["use model.lora={} (8.4 GiB less), or "],
             ["gradient_checkpointing", "tokens_per_micro_batch", "learner.ranks", "zero_stage"],
+        ),
+        (
+            "gpus=1,memory=12",
+            {"rollout": {"prompt_length": 512, "response_length": 30_000}},
+            [
+                "rollout.response_length=15000 with learner.tokens_per_micro_batch=15512 (1.6 GiB "
+                "less)"
+            ],
+            [],
+        ),
+        (
+            "gpus=8,memory=8",
+            {"learner": {"ranks": 4, "compile": True, "zero_stage": 0}},
+            ["learner.zero_stage=2 (2.8 GiB less)"],
+            ["offload_optimizer"],
+        ),
+        (
+            "gpus=8,memory=10",
+            {"cluster": {"rollout_actors": {"min": 3}}},
+            ["learner.ranks=5 (3.5 GiB less)"],
+            [],
         ),
     ],
 )

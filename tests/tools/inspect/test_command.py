@@ -75,6 +75,10 @@ def compare(history: History, life: Life) -> None:
     for group_id, record in history.groups.items():
         if (known := ledger.record(group_id)) is not None and record.state != State.SKIPPED:
             assert (record.attempt, record.state, record.step) == known
+        for attempt, _ in record.frames:
+            assert history.frame(group_id, attempt) == life.frames[group_id, attempt]
+        if record.state == State.REJECTED:
+            assert [attempt for attempt, _ in record.frames][-1:] == [record.attempt]
     for entry in ledger.entries.values():
         assert history.groups[entry.group_id].policy_version == entry.policy_version
     for ids in life.batches.values():
@@ -364,7 +368,7 @@ async def a_run(directory: Path) -> None:
         "actor-0.0",
         [
             frame(first[0], 3.0, actor="actor-0.0"),
-            frame(first[1], values=(1.0, 1.0)),
+            frame(first[1], values=(1.0, 1.0), actor="actor-0.0"),
             frame(first[2], 2.0, values=(0.0, 0.5), actor="actor-0.0", finish="length"),
         ],
     )
@@ -422,7 +426,7 @@ def rows_of(look, *args: str, **where: Path) -> list[dict[str, Any]]:
         (["--version", "1"], [5, 3]),
         (["--version", "2"], []),
         (["--actor", "actor-1.0"], [5, 4, 3]),
-        (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 0]),  # the result of 1 says "a"
+        (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 1, 0]),
         (["--actor", "actor"], []),
         (["--min-reward", "0.5"], [3, 1, 0]),
         (["--max-reward", "0.5"], [5, 2, 0]),
