@@ -275,7 +275,7 @@ OVERRIDES = "from async_grpo.environments.base import Environment\nclass Mine(En
         ("python", "from ray import tune\ntune.Tuner(len, tune_confg=1)", "'tune_confg'"),
         ("yaml", "learner: {lrr: 1}", "is not a setting"),
         ("yaml", "environment: {tools: [math.sqroot]}", "sqroot"),
-        ("yaml", "algorithm: {plugins: [nowhere]}", "cannot be imported"),
+        ("yaml", "algorithm: {plugins: [nowhere]}", "neither in the working directory"),
         ("json", '{"a" 1}', "delimiter"),
     ],
 )

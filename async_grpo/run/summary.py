@@ -80,7 +80,9 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
         ),
         ("learner time", _learner_time(spent)),
     ]
-    return [(label + scope(trainer, "this start"), text) for label, text in rows]
+    rows = [(label + scope(trainer, "this start"), text) for label, text in rows]
+    dropped = _dropped(loop.latest)
+    return [*rows, ("groups dropped", dropped)] if dropped else rows
 
 
 def _scores(loop: Loop) -> str:
@@ -169,6 +171,21 @@ def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     again = shlex.quote(f"{run_dir}/config.yaml") + _longer(trainer)
     rows.append(("next", f"async-grpo train {again} continues this run"))
     return rows
+
+
+def _dropped(metrics: Mapping[str, float]) -> str:
+    """Count the groups that were not trained, by what became of them; "" where there are none."""
+    prefix = "replay/rejected/"
+    counts = {name.removeprefix(prefix): value for name, value in metrics.items() if prefix in name}
+    reasons = sorted(counts.items(), key=lambda one: -one[1])
+    why = ", ".join(f"{count:,.0f} {reason}" for reason, count in reasons if count)
+    parts = [
+        f"{metrics[f'replay/{state}']:,.0f} {state}"
+        + (f" ({why})" if state == "rejected" and why else "")
+        for state in ("rejected", "expired", "failed", "skipped")
+        if metrics.get(f"replay/{state}")
+    ]
+    return "; ".join(parts)
 
 
 def _longer(trainer: Trainer) -> str:

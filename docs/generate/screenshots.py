@@ -33,6 +33,16 @@ from async_grpo.observe.console.status_file import condition, read_status
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 DEADLINE_S = 1_800.0
+PLOTS = "document.querySelectorAll('.js-plotly-plot').length"
+ROLLOUTS = """
+for (const button of document.querySelectorAll('button'))
+    if (/close/i.test(button.getAttribute('aria-label') || '')) button.click();
+const style = document.createElement('style');
+style.textContent = '.modebar { display: none !important }';
+document.head.append(style);
+[...document.querySelectorAll('div')].find((one) => one.innerText === 'rollout').scrollIntoView();
+"""
+"""Closes MLflow's assistant, hides the charts' buttons, and goes to the charts of rollouts."""
 
 
 def main() -> None:
@@ -53,7 +63,9 @@ def main() -> None:
         page.picture("report.png")
     with mlflow(run_dir / "mlflow.db") as charts, browser(1300, 900) as page:
         page.open(charts)
-        page.wait("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 12")
+        page.wait(f"{PLOTS} > 1")
+        page.do(ROLLOUTS)
+        page.wait(f"{PLOTS} > 6")
         page.picture("mlflow.png")
 
 
@@ -98,10 +110,14 @@ class Page:
         self._ask("Page.navigate", url=address)
         self.wait("location.href != 'about:blank' && document.readyState == 'complete'")
 
+    def do(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression."""
+        asked = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        return asked["result"].get("value")
+
     def wait(self, expression: str) -> None:
         """Wait until a JavaScript expression is true, and two seconds more. Raises TimeoutError."""
-        ask = {"expression": expression, "returnByValue": True}
-        until(lambda: self._ask("Runtime.evaluate", **ask)["result"].get("value"), expression)
+        until(lambda: self.do(expression), expression)
         time.sleep(2)  # for what moves
 
     def picture(self, name: str) -> None:
@@ -160,7 +176,9 @@ def running(command: list[str]) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
 
 
 if __name__ == "__main__":

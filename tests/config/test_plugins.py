@@ -112,7 +112,7 @@ algorithm.policy_loss.kappa=2
 'weight_sync.backend={name: ipc, senders: one}'
     `weight_sync.backend.senders` is not a setting | option of nccl, and ipc is chosen
 algorithm.plugins=[missing_one]
-    names missing_one | cannot be imported
+    names missing_one, which is neither in the working directory (/ | nor on PYTHONPATH
 algorithm.plugins=[broken]
     KeyError: 'what is this' | broken.py, line 2
 algorithm.plugins=[taken]

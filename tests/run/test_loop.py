@@ -570,6 +570,17 @@ def fake_trainer(
     )
 
 
+def test_summary_counts_the_groups_that_were_dropped() -> None:
+    trainer = fake_trainer(config(run={"total_steps": 4}))
+    counts = {"rejected": 1083, "rejected/all_right": 428, "rejected/all_wrong": 655}
+    counts |= {"rejected/too_easy": 0, "expired": 2, "failed": 0, "skipped": 7, "trained": 960}
+    trainer.system.loop.latest.update({f"replay/{name}": n for name, n in counts.items()})
+    text = dict(summarise(trainer, Path("/runs/r/c")))
+    assert text["groups dropped"] == (
+        "1,083 rejected (655 all_wrong, 428 all_right); 2 expired; 7 skipped"
+    )
+
+
 def test_summary_says_what_happened_and_how_to_go_on() -> None:
     text = dict(summarise(fake_trainer(config(run={"total_steps": 4})), Path("/runs/r/c")))
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
@@ -583,6 +594,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
         == "3 times while training; log-probs of engines and learner differ by 2.0e-06 at most"
     )
     assert text["weight sync faults"] == "1 transfers repeated, 0 engines dropped"
+    assert "groups dropped" not in text
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups, 25% other"

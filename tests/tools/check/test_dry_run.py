@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -371,6 +372,41 @@ def test_an_unknown_model_leaves_the_rest(seven_billion, capsys) -> None:
     assert check(other) == 0
     out = capsys.readouterr().out
     assert "there is no estimate" in out and "Qwen2.5-7B" in out and "engine 3" in out
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_rows_are_read_whatever_the_machine_lacks(tmp_path, capsys) -> None:
+    """Without a hub, for a machine that is assumed: what was read, and bad rows are refused."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": 3}\n{"prompt"\n'
+    )
+    settings = {
+        "run": {"total_steps": 1, "dir": str(tmp_path / "run")},
+        "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "lora": {}},
+        "task": {"name": "jsonl", "train": str(rows)},
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(settings))
+    command = [str(tmp_path / "own.yaml"), "--assume", "gpus=1,memory=80"]
+    assert check(command) == 2
+    out = capsys.readouterr().out
+    assert "1 of 3 rows are malformed: line 3: not JSON" in out and "\ndata\n" not in out
+    assert "on this machine the run would be refused" not in out, "the rows came first"
+    assert check([*command, "task.max_bad_fraction=0.5"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        r"training problems +2\n",
+        r"held-out problems +none: no evaluation\n",
+        r"the first one +'1\+1='\n",
+        r"note +\S+: 1 of 3 rows are malformed and left out",
+        r"warning: on this machine the run would be refused: `model.path`",
+    ):
+        assert re.search(line, out), line
+    assert "ZeRO-0" not in out and "ZeRO-1" in out, "in bfloat16 the first is refused"
+    csv = tmp_path / "rows.csv"
+    csv.write_text("prompt,answer\n1+1=,2\n")
+    assert check([*command, f"task.train={csv}"]) == 2
+    assert "is in the format csv" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
