@@ -1,4 +1,5 @@
-"""Verifier errors, told while the run goes on: of every kind the first, the 10th, the 100th.
+"""Verifier errors, told while the run goes on: of every kind the first, the 10th, the 100th, and
+the first of every class of exceptions.
 
 Runs in: the driver, on the event loop of the system. Hides how often the queue, to which rollout
 actors report, is asked.
@@ -15,6 +16,8 @@ from async_grpo.runtime.listener import FailureHandler, RunListener
 WATCH_S = 2.0
 AGAIN = 10
 """Times as many errors of a kind are said again."""
+CAUSES = 20
+"""Most causes that are said one by one."""
 CONSEQUENCES = {
     "drop_group": "the group is issued again",
     "zero": "the response counts as wrong",
@@ -24,7 +27,7 @@ CONSEQUENCES = {
 
 
 class VerifierErrors:
-    """Kinds of verifier errors that were met: `told` has the text of the first one of each."""
+    """Kinds of verifier errors that were met: `told` has the text of the newest one of each."""
 
     def __init__(
         self, config: Config, queue: DriverQueue, listener: RunListener, failures: FailureHandler
@@ -35,6 +38,7 @@ class VerifierErrors:
         self._watching: asyncio.Task[None] | None = None
         self.told: dict[str, str] = {}
         self._next: dict[str, int] = {}
+        self._causes: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
         """Look every `WATCH_S` from now on."""
@@ -50,16 +54,21 @@ class VerifierErrors:
         counts = await self._queue.metrics()
         for kind, text in self._queue.reports.verifier_errors().items():
             metric = f"rollout/verifier_errors_{kind}"
-            if kind not in self.told:
-                self.told[kind], self._next[kind] = text, AGAIN
+            exception = text.split(": ")[1] if kind == "exception" else ""  # its class
+            cause, self.told[kind] = (kind, exception), text
+            if cause not in self._causes and (len(self._causes) < CAUSES or kind not in self._next):
+                self._causes.add(cause)
+                self._next.setdefault(kind, AGAIN)
                 self._listener.note(
                     f"a verifier failed, {self._consequence} (task.verifier.on_error): {text}; the "
-                    f"next ones of this kind are only counted ({metric})"
+                    f"next ones like this are only counted ({metric})"
                 )
             elif (count := int(counts[metric])) >= self._next[kind]:
                 while count >= self._next[kind]:
                     self._next[kind] *= AGAIN
-                self._listener.note(f"verifiers have failed {count} times by {kind} ({metric})")
+                self._listener.note(
+                    f"verifiers have failed {count} times by {kind} ({metric}), now: {text}"
+                )
 
     async def _watch(self) -> None:
         try:

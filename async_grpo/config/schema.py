@@ -259,7 +259,9 @@ class TaskConfig(Section):
     before they are weighted and added up (GDPO).
     """
     max_bad_fraction: Annotated[Fraction, FREE] = 0.0
-    """Share of malformed data rows, and of failed groups, that is tolerated (left out, counted)."""
+    """Share of malformed data rows that is left out, and of issued groups that may fail for good
+    (early in a run of 1,000 groups, or of all if there are fewer).
+    """
     verifier: Verifier = Verifier()
 
 

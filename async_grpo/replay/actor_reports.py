@@ -79,7 +79,7 @@ class ActorReports:
         )
 
     def verifier_errors(self) -> dict[str, str]:
-        """Kinds of verifier errors, each with the text of its first error at some actor."""
+        """Kinds of verifier errors, each with the text of the newest error at some actor."""
         return dict(error for report in self.latest.values() for error in report.errors)
 
     def engine_times(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:

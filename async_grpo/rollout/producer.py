@@ -366,7 +366,7 @@ class GroupProducer(EngineHost):
             if isinstance(result, VerifierError):
                 self._counts["verifier_errors"] += 1
                 self._counts[f"verifier_errors_{result.reason}"] += 1
-                self._verifier_errors.setdefault(result.reason, shortened(first_line(result), 300))
+                self._verifier_errors[result.reason] = shortened(first_line(result), 300)
                 if self._config.task.verifier.on_error != "zero":
                     raise result
                 result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), correct=0.0)

@@ -12,10 +12,10 @@ from async_grpo.config.schema import Config
 
 @pytest.mark.asyncio
 async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> None:
-    counts, said = {"timeout": 0, "exception": 0}, []
+    counts, said, what = {"timeout": 0, "exception": 0}, [], "it"
 
     def kinds() -> dict[str, str]:
-        return {kind: f"{kind}: no answer" for kind, count in counts.items() if count}
+        return {kind: f"{kind}: {what}: no answer" for kind, count in counts.items() if count}
 
     async def metrics() -> dict[str, float]:
         return {f"rollout/verifier_errors_{kind}": float(n) for kind, n in counts.items()}
@@ -24,7 +24,7 @@ async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> No
     config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
     errors = VerifierErrors(config, queue, SimpleNamespace(note=said.append), None)
     for number in range(1, 1101):
-        counts["timeout"] = number
+        counts["timeout"], what = number, f"after {number}"
         await errors.tell()
     assert [line.split(" (")[0] for line in said[1:]] == [
         "verifiers have failed 10 times by timeout",
@@ -36,3 +36,15 @@ async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> No
     for _ in range(2):
         await errors.tell()
     assert len(said) == 6 and "failed 5000 times by exception" in said[-1]
+    for name in ("URLError", "TimeoutError", "URLError"):
+        what = name
+        await errors.tell()
+    assert [
+        f"{name}: no answer; the next" in line
+        for name, line in zip(("URLError", "TimeoutError"), said[6:], strict=True)
+    ] == [True, True], "another cause is no longer the one that the log has"
+    assert errors.told["exception"] == "exception: URLError: no answer"
+    for number in range(100):
+        what = f"Error{number}"
+        await errors.tell()
+    assert len(said) == 20 + 4, "a program that invents classes does not fill the log"
