@@ -238,7 +238,7 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
     if factor >= 1 + WORTH and ranks <= setup.ranks:
         return seen.no_room(f"{busy}: another learner rank"), times
     what = (
-        f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer "
+        f"learner.ranks {ranks} instead of {setup.ranks}, or fewer ppo_epochs; fewer "
         "engines would do as well"
     )
     return seen.found("learner", f"{busy}: {what}", {"learner.ranks": ranks}), times
@@ -268,7 +268,8 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))
         text = (
             f"{idle}: a group waits {seen.verify_s:.2g} s to be scored and is generated "
-            f"in {seen.generate_s:.2g} s: {workers} verifier workers instead of {setup.verifiers}"
+            f"in {seen.generate_s:.2g} s: task.verifier.workers {workers} instead of "
+            f"{setup.verifiers}"
         )
         verdict = seen.found("verifier", text, {"task.verifier.workers": workers})
         return verdict, replace(times, verify_s=setup.actors * setup.verifiers / seen.responses)
@@ -343,7 +344,7 @@ def _publications(seen: Interval, share: float, why: str) -> Bottleneck:
     every = min(math.ceil(setup.every_steps * share / _rest(share) / LITTLE), most)
     bound = setup.max_staleness + every - setup.every_steps
     what = (
-        f"sync weights every {every} steps instead of {setup.every_steps}, with "
+        f"weight_sync.every_steps {every} instead of {setup.every_steps}, with "
         f"replay.max_staleness {bound}"
     )
     advice = {"weight_sync.every_steps": every, "replay.max_staleness": bound}

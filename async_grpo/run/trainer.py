@@ -52,7 +52,7 @@ from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.checkpoint.resume import (
     Course,
     differences,
-    first_evaluation,
+    earlier_evaluations,
     has_past,
     plan_rerun,
     verified,
@@ -598,8 +598,7 @@ class Trainer:
         self.console.info(*self._facts.changes.lines())
         self.resumed_at = self.steps_done
         if self.steps_done:
-            if (first := first_evaluation(self.run_dir)) is not None:
-                self.evaluations.insert(0, first)
+            self.evaluations[:0] = earlier_evaluations(self.run_dir, self.steps_done)
             self.console.info(
                 f"resumed {origin.path or 'the journal'} at step {self.steps_done} of "
                 f"{self.total_steps}"

@@ -18,7 +18,7 @@ from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.observe.bottleneck import BottleneckWatch
 from async_grpo.observe.console.progress import WINDOW_S, Progress
 from async_grpo.observe.throughput import ThroughputSettings
-from async_grpo.run.checkpoint.resume import first_evaluation
+from async_grpo.run.checkpoint.resume import earlier_evaluations
 from async_grpo.run.loop import Loop
 from async_grpo.run.summary import summarise
 from async_grpo.runtime.text import duration
@@ -207,7 +207,7 @@ def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
     assert shown["tokens/s trained since the last start"] == f"{now.tokens_per_s:,.0f}"
     assert shown["staleness, largest (bound None)"] == "3", "of the whole run"
 
-    assert first_evaluation(tmp_path) == (0, before)
+    assert earlier_evaluations(tmp_path, STEPS)[0] == (0, before)
     evaluations = [(0, before), (2 * STEPS, before | {"eval/accuracy_greedy": 0.5})]
     told = summary(run.loop, resumed_at=STEPS, evaluations=evaluations)
     assert told["held-out accuracy, greedy"] == f"25.0% -> 50.0% after step {2 * STEPS}"

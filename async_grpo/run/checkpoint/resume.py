@@ -23,17 +23,17 @@ from async_grpo.replay.resume import JournalSettings, last_logged_step
 from async_grpo.run.checkpoint import directory as checkpoint
 
 
-def first_evaluation(run_dir: Path) -> tuple[int, dict[str, float]] | None:
-    """Read the run's first evaluation from `metrics.jsonl`: its step and metrics; None without."""
+def earlier_evaluations(run_dir: Path, step: int) -> list[tuple[int, dict[str, float]]]:
+    """Read the evaluations up to this step from `metrics.jsonl`: steps and metrics."""
+    found = []
     try:
         with open(run_dir / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
             for line in file:
-                if '"eval/' in line:
-                    row = json.loads(line)
-                    return int(row["step"]), row
+                if '"eval/' in line and (row := json.loads(line))["step"] <= step:
+                    found.append((int(row["step"]), row))
     except (FileNotFoundError, ValueError):  # a line that was cut off is the last one
         pass
-    return None
+    return found
 
 
 def has_past(config: Config) -> bool:

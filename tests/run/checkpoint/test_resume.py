@@ -27,8 +27,8 @@ from async_grpo.run.checkpoint.resume import (
     as_before,
     changes,
     differences,
+    earlier_evaluations,
     find_checkpoint,
-    first_evaluation,
     plan_rerun,
 )
 from async_grpo.run.recovery import LearnerSupervisor
@@ -426,15 +426,17 @@ def test_micro_batches_that_were_chosen_are_kept(tmp_path: Path, journal: bool) 
 
 
 def test_what_the_metrics_file_tells_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
-    assert last_logged_step(tmp_path) == 0 and first_evaluation(tmp_path) is None
+    assert last_logged_step(tmp_path) == 0 and earlier_evaluations(tmp_path, 9) == []
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "train/lo')
-    assert last_logged_step(tmp_path) == 0 and first_evaluation(tmp_path) is None
+    assert last_logged_step(tmp_path) == 0 and earlier_evaluations(tmp_path, 9) == []
     file.write_text(
         '{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "train/loss": 1.0}\n'
+        '{"step": 1, "eval/accuracy": 0.6}\n{"step": 2, "eval/accuracy": 0.7}\n'
         '{"step": 2, "train/loss": 1.0}\n{"step": 3, "train/lo'
     )
     assert last_logged_step(tmp_path) == 2
-    assert first_evaluation(tmp_path) == (0, {"step": 0, "eval/accuracy": 0.5})
+    known = [(step, {"step": step, "eval/accuracy": 0.5 + step / 10}) for step in (0, 1)]
+    assert earlier_evaluations(tmp_path, 1) == known, "a later one is of what was discarded"
     file.write_text('{"step": 0, "eval/accu')
-    assert first_evaluation(tmp_path) is None
+    assert earlier_evaluations(tmp_path, 9) == []
