@@ -51,7 +51,7 @@ TIMES = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
 def examples() -> dict[str, tuple[str, str]]:
     """Module name -> (its code, the settings that use it)."""
     text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(r"```python\n# (\w+)\.py\n(.*?)```\n+```yaml\n(.*?)```", text, re.DOTALL)
+    found = re.findall(r"```python\n# (\w+)\.py\n([^`]*)```\n+```yaml\n(.*?)```", text, re.DOTALL)
     return {name: (code, settings) for name, code, settings in found}
 
 
@@ -70,7 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_test_of_the_page_passes(home: Path) -> None:
-    [code] = re.findall(r"```python\n# test_clipped\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n# clipped_test\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     known: dict[str, Any] = {}
     exec(code, known)
     known["test_an_old_token_is_clipped_earlier"]()

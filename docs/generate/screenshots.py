@@ -65,7 +65,7 @@ def main() -> None:
         page.open(charts)
         page.wait(f"{PLOTS} > 1")
         page.do(ROLLOUTS)
-        page.wait(f"{PLOTS} > 6")
+        page.wait(f"{PLOTS} >= 6")
         page.picture("mlflow.png")
 
 
