@@ -23,7 +23,6 @@ BUILT_IN = {
     "reasoning_gym": "async_grpo.tasks.reasoning_gym:ReasoningGym",
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
     "chain": "async_grpo.environments.chain:Chain",
-    "adventure": "async_grpo.contrib.adventure:Adventure",
     "program": "async_grpo.agents.program:Program",
     "external": "async_grpo.agents.external:External",
     "gymnasium": "async_grpo.contrib.adapters:Gymnasium",

@@ -1,4 +1,4 @@
-"""The adventure, and games of other packages."""
+"""The adventure of the examples, and games of other packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from async_grpo.config import schema
-from async_grpo.contrib.adventure import WAYS, AdventureGame
 from async_grpo.environments.base import Action, HasEnvironment, Observation, check_observation
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import load_task
 from tests.support.games import installed
+from tests.support.recipes import CONFIGS
+
+EXAMPLE = CONFIGS.parent / "examples" / "adventure"
+WAYS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's module is found, as from its directory."""
+    monkeypatch.syspath_prepend(EXAMPLE)
 
 
 def task_of(name: str, **settings: Any) -> Any:
@@ -34,7 +43,7 @@ def say(game: Any, text: str, weights: dict[str, float] | None = None) -> Observ
     return check_observation(game.step(Action(text)), weights or {"reward": 1.0})
 
 
-def walk(game: AdventureGame, there: tuple[int, int]) -> None:
+def walk(game: Any, there: tuple[int, int]) -> None:
     """Go by the shortest way."""
     paths = deque([(game._at, [])])
     seen = {game._at}
@@ -54,7 +63,7 @@ def walk(game: AdventureGame, there: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 9])
 def test_every_adventure_can_be_won(size: int) -> None:
-    task = task_of("adventure", options={"size": size})
+    task = task_of("adventure:Adventure", options={"size": size})
     for index in range(30):
         game, first = begin(task, index)
         assert str(first.content).startswith("Exits: ")
@@ -69,7 +78,10 @@ def test_every_adventure_can_be_won(size: int) -> None:
 
 
 def test_an_adventure_is_its_problems_and_nobody_elses() -> None:
-    task, plain = task_of("adventure"), task_of("adventure", options={"style": "plain"})
+    task, plain = (
+        task_of("adventure:Adventure"),
+        task_of("adventure:Adventure", options={"style": "plain"}),
+    )
     maps = {json.dumps(task.train(n).reference) for n in range(9)}
     maps |= {json.dumps(one.reference) for one in task.evaluation(9)}
     assert len(maps) == 18 and task.fingerprint != plain.fingerprint

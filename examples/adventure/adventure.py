@@ -1,4 +1,7 @@
-"""A text adventure: rooms, a key, and a chest that it opens; rewards on the way, and at the end.
+"""A text adventure: rooms, a key, and a chest that it opens; rewards on the way, and at the end. A
+whole custom task, with its environment and options:
+
+    cd examples/adventure && async-grpo check adventure.yaml
 
 Runs in: the driver and rollout actors (problems), and environment children (`AdventureGame`). The
 map belongs to the problem: where the exits lead, and where key and chest are, is only known by
@@ -29,7 +32,7 @@ _BACK = {"north": "south", "south": "north", "west": "east", "east": "west"}
 
 
 class AdventureOptions(Section):
-    """Options of the task `adventure`."""
+    """Options of the task."""
 
     size: Annotated[int, Field(ge=2, le=9)] = 3
     """The map has size x size rooms."""
