@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config import schema
+from async_grpo.config.load import load_config
 from async_grpo.environments.base import Action, HasEnvironment, Observation, check_observation
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import load_task
@@ -75,6 +76,13 @@ def test_every_adventure_can_be_won(size: int) -> None:
         walk(game, game._chest)
         end = say(game, "open", task.weights)
         assert (end.done, end.correct, end.rewards) == (True, 1.0, {"chest": 1.0})
+
+
+def test_the_settings_of_the_adventure_fit() -> None:
+    config = load_config(EXAMPLE / "adventure.yaml")
+    task = load_task(config.task, 0)
+    assert isinstance(task, HasEnvironment) and task.weights == {"chest": 1.0, "key": 0.3}
+    assert len(task.evaluation(3)) == 3
 
 
 def test_an_adventure_is_its_problems_and_nobody_elses() -> None:
