@@ -116,9 +116,11 @@ class LearnerProcess:
         if self._listener is not None:
             os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
+        from async_grpo.learner.backend.process_group import leave_room
         from async_grpo.learner.learner import Learner
         from async_grpo.learner.checkpoint import Saving
         from async_grpo.rollout.engine.choice import ENGINE
+        from async_grpo.weights.layout import Layout
         from async_grpo.weights.transport import make_sender
 
         try:
@@ -132,6 +134,10 @@ class LearnerProcess:
             state = learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
             raise SetupError(str(error)) from error
+        if device != "cpu" and TRANSPORTS[backend].colocated:
+            cache = ENGINE.kv_cache_gb(self._config, device=device, backend=backend) or 0.0
+            weights = Layout(learner.published.weight_metadata()).nbytes
+            leave_room(weights + int(cache * 2**30) + ENGINE.gpu_bytes)
         sender = make_sender(
             backend, learner.published, config=self._config, key=key, pushing=ENGINE.pushing_sender
         )

@@ -125,7 +125,9 @@ class Deadlines(Section):
     """Limit the phases of one weight sync, in seconds."""
 
     rendezvous_s: Seconds = 60.0
-    """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
+    """Forming the group of learner and engines (NCCL; times the senders, each of which has one), or
+    telling the engines what will come.
+    """
     stage_s: Seconds = 120.0
     """Copying the new weights out of the learner."""
     pause_s: Seconds = 30.0

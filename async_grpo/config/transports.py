@@ -20,7 +20,7 @@ class Senders(Constants):
     senders: Literal["auto", "one", "every_rank"] = choice(
         "auto",
         "Learner ranks that send: rank 0, or every rank its share, with `overlap`; `auto`: one up "
-        "to 16 GiB of weights.",
+        "to 16 GiB of weights, else at most four.",
     )
 
 

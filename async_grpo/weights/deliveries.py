@@ -36,7 +36,13 @@ from async_grpo.weights.fan_out import (
     require_complete,
 )
 from async_grpo.weights.pinning import ServingEngines
-from async_grpo.weights.transport import Announcement, Receipt, TornTransfer, TransferStuck
+from async_grpo.weights.transport import (
+    Announcement,
+    Receipt,
+    TornTransfer,
+    TransferStuck,
+    rendezvous_seconds,
+)
 
 ATTEMPTS = 3
 
@@ -245,11 +251,12 @@ class WeightDelivery(ABC, Generic[Engine]):
         names = [engine.actor_id for engine in engines]
         sizes = [engine.tensor_parallel_size for engine in engines]
         payloads = dict(zip(names, await self._learner.connect(sizes), strict=True))
+        groups = max((len(one.get("groups", ())) for one in payloads.values()), default=1)
         outcome = await self._ask(
             engines,
             lambda engine: engine.connect(payloads[engine.actor_id]),
             learner=self._learner.rendezvous(),
-            seconds=self._settings.deadlines.rendezvous_s + GRACE_S,
+            seconds=rendezvous_seconds(self._settings.deadlines, groups) + GRACE_S,
             what="the rendezvous",
         )
         if strict:

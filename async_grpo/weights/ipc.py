@@ -74,6 +74,7 @@ class IpcSender(WeightSender):
         self._copy = self._apart = None
 
     def _allocate(self) -> Tensor:
+        torch.cuda.empty_cache()  # what torch keeps for later counts as taken
         free, _ = torch.cuda.mem_get_info(self._owner.device)
         if self._layout.nbytes > free:
             raise SetupError(

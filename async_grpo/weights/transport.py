@@ -39,8 +39,11 @@ SELF_CHECK = "self-check"
 
 PACKED_BYTES = 2**28
 """Tensors that are sent in one piece, where they are pushed; a larger one goes alone."""
-ONE_SENDER_BYTES = 2**34
-"""Weights up to this size are sent by rank 0, larger ones by every rank, with `senders: auto`."""
+ONE_SENDER_BYTES, MOST_SENDERS = 2**34, 4
+"""Weights up to this size are sent by rank 0, larger ones by several ranks, with `senders: auto`.
+More than these few would gain little: an engine receives over one network card, and each group has
+buffers of its own on every GPU.
+"""
 BUCKETS_IN_FLIGHT = 2
 """Buckets that vLLM puts on its streams before it waits for the first: a call that returns says
 nothing about its own bucket.
@@ -243,9 +246,16 @@ def sending_ranks(settings: WeightSync, *, ranks: int, nbytes: int) -> int:
     """Return how many learner ranks send weights of this size where they are pushed. Without a copy
     only one: ranks would wait for each other in gathers and in broadcasts at once.
     """
-    every = settings.senders == "every_rank"
-    large = settings.senders == "auto" and nbytes > ONE_SENDER_BYTES
-    return ranks if settings.overlap and (every or large) else 1
+    if not settings.overlap or settings.senders == "one":
+        return 1
+    if settings.senders == "every_rank":
+        return ranks
+    return min(ranks, MOST_SENDERS) if nbytes > ONE_SENDER_BYTES else 1
+
+
+def rendezvous_seconds(deadlines: Deadlines, groups: int) -> float:
+    """Return the deadline of an engine that joins so many groups of senders, one after another."""
+    return deadlines.rendezvous_s * max(1, groups)
 
 
 def torn_after(deadlines: Deadlines) -> float:

@@ -9,6 +9,7 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.cluster.learner_group import LearnerProcess
 from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
-from async_grpo.errors import NonFinite, StalenessError
+from async_grpo.errors import NonFinite, SetupError, StalenessError
 from async_grpo.learner import head as head_module
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config
 from async_grpo.learner.backend.process_group import rendezvous
@@ -32,6 +33,7 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.rows import learning_rate
 from async_grpo.learner.weights import ZERO_RMS
+from async_grpo.rollout.engine.choice import ENGINE
 from tests.support.learners import (
     SHARD_ALL,
     TEMPERATURE,
@@ -166,6 +168,52 @@ def test_the_port_of_the_rendezvous_is_held_until_the_ranks_meet(
     store.set("rank 0", "is here")
     assert (store.port, "MASTER_LISTEN_FD" in os.environ) == (port, False)
     assert TCPStore(host, port, timeout=timedelta(seconds=20)).get("rank 0") == b"is here"
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("ipc", True), ("nccl", False)])
+def test_a_learner_leaves_an_engine_on_its_gpu_room(
+    monkeypatch: pytest.MonkeyPatch, models: dict[str, str], backend: str, shared: bool
+) -> None:
+    """What torch keeps for later counts as taken: an engine that is started again would not fit."""
+    config = config_of(models, 1)
+    process = LearnerProcess.__new__(LearnerProcess)
+    process._config, process._rank, process._listener, process._queue = config, 0, None, None
+    published = SimpleNamespace(weight_metadata=lambda: [("a", [2**20, 3], "bfloat16")])
+    monkeypatch.setattr(
+        "async_grpo.learner.learner.Learner", lambda *_, **__: SimpleNamespace(published=published)
+    )
+    monkeypatch.setattr("async_grpo.weights.transport.make_sender", lambda *_, **__: None)
+    monkeypatch.setattr("async_grpo.learner.checkpoint.Saving", lambda *_, **__: None)
+    fractions: list[float] = []
+    card = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share)
+    )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+
+    def setup() -> None:
+        process.setup(
+            master=("127.0.0.1", 1),
+            model_dir="",
+            device="cuda",
+            backend=backend,
+            key="",
+            total_updates=1,
+            checkpoint=None,
+        )
+
+    setup()
+    cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend) or 0.0
+    engine = 6 * 2**20 + cache * 2**30 + ENGINE.gpu_bytes
+    assert fractions == ([pytest.approx(1 - engine / card.total_memory)] if shared else [])
+    card.total_memory = 2**30
+    if shared:
+        with pytest.raises(SetupError, match=r"needs .* GiB of its 1\.0 GiB: lower"):
+            setup()
 
 
 # -- one rank

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from itertools import accumulate
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from async_grpo.config.schema import Config
 from async_grpo.run.preflight.memory import shape_of
@@ -34,20 +37,33 @@ def held() -> int:
     )
 
 
+def most(action: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator gave out at a time during this, beyond those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        action()
+    events = watched.profiler.kineto_results.events()
+    changes = [(one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"]
+    return max(accumulate(nbytes for _, nbytes in sorted(changes)))
+
+
 def learner_and_case(directory: str, stage: int, dtype: str) -> tuple:
     from async_grpo.learner.learner import Learner
 
+    config = settings(directory, stage, dtype)
+    case = make_case(directory)
+    set_rank(0, 1, free_port())
+    learner = Learner(config, model_dir=directory, fetch=case.fetch, device="cpu", total_updates=10)
+    return learner, case, shape_of(config, directory).parameters
+
+
+def settings(directory: str, stage: int, dtype: str) -> Config:
     buckets = {
         "reduce_bucket_size": 1000,
         "allgather_bucket_size": 1000,
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
     }
-    config = config_of(
+    return config_of(
         model={"path": directory, "dtype": dtype},
         learner={"zero_stage": stage, "deepspeed": {"zero_optimization": buckets}},
     )
-    case = make_case(directory)
-    set_rank(0, 1, free_port())
-    learner = Learner(config, model_dir=directory, fetch=case.fetch, device="cpu", total_updates=10)
-    return learner, case, shape_of(config, directory).parameters

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from async_grpo.errors import SetupError, Stalled, TransferMismatch
 from async_grpo.weights import deliveries, fan_out
 from async_grpo.weights.checks import SelfCheckFailed
+from async_grpo.weights.deliveries import WeightDelivery
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, TornTransfer
 from tests.support.publishing import FakeEngine, Fixture, config, torn, until
 
@@ -257,6 +259,28 @@ async def test_nccl_drops_an_engine_that_dies_in_the_rendezvous() -> None:
     assert list(run.dropped) == ["a1"]
     assert run.learner.groups == [[1, 1, 1], [1, 1], [1]]
     assert run.events[-1] == "live 1"
+
+
+@pytest.mark.parametrize(("groups", "times"), [(0, 1), (1, 1), (4, 4)])
+async def test_engines_have_time_to_join_every_group(
+    monkeypatch: pytest.MonkeyPatch, groups: int, times: int
+) -> None:
+    """With several senders they join one group after another."""
+    run, waits = Fixture(engines=2, backend="nccl"), []
+    ask, connect = WeightDelivery._ask, run.learner.connect
+
+    async def asked(self: Any, *args: Any, seconds: float, what: str, **more: Any) -> Any:
+        if what == "the rendezvous":
+            waits.append(seconds - deliveries.GRACE_S)
+        return await ask(self, *args, seconds=seconds, what=what, **more)
+
+    async def connected(sizes: list[int]) -> list[dict[str, Any]]:
+        return [one | {"groups": [{}] * groups} for one in await connect(sizes)]
+
+    monkeypatch.setattr(WeightDelivery, "_ask", asked)
+    monkeypatch.setattr(run.learner, "connect", connected)
+    await run.coordinator.start(0)
+    assert waits == [pytest.approx(0.1 * times)]
 
 
 async def test_the_last_engine_may_die_and_the_publication_still_ends() -> None:

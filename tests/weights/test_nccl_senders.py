@@ -165,15 +165,24 @@ def test_one_rank_sends_where_it_is_told_to(control: Control, tmp_path: Path) ->
         sides.close()
 
 
-def test_large_weights_are_sent_by_every_rank(
+def test_large_weights_are_sent_by_a_few_ranks(
     control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ModuleOwner(ManyTensors())
     owner.world_size = 2
     nbytes = Layout(owner.weight_metadata()).nbytes
-    for limit, note in ((nbytes, ""), (nbytes - 1, "weights are sent by all 2 learner ranks")):
+    for limit, note in ((nbytes, ""), (nbytes - 1, "weights are sent by 2 learner ranks")):
         monkeypatch.setattr(transport, "ONE_SENDER_BYTES", limit)
         assert make_sender(owner, overlap=True, senders="auto").note == note
+    owner.world_size = 16
+    few, all_of_them = (
+        make_sender(owner, overlap=True, senders=senders) for senders in ("auto", "every_rank")
+    )
+    assert few.note == "weights are sent by 4 learner ranks"
+    assert all_of_them.note == "weights are sent by 16 learner ranks"
+    # an engine joins the groups one after another
+    assert [few._rendezvous_s, all_of_them._rendezvous_s] == [4 * 60, 16 * 60]
+    owner.world_size = 2
     assert make_sender(owner, overlap=False, senders="every_rank").note == "", (
         "without a copy only rank 0 sends"
     )

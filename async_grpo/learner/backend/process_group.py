@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from async_grpo.errors import SetupError
+
 
 def join(device: str, *, timeout_s: float) -> None:
     """Join the group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, once. timeout_s: of
@@ -39,6 +41,23 @@ def prepare_gpu(device: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def leave_room(nbytes: int) -> None:
+    """Bound what torch takes of this rank's GPU, which an engine shares: what torch keeps for later
+    would else fill the room that a new engine needs. nbytes: of the engine. Raises SetupError where
+    there is none.
+    """
+    device = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(device).total_memory
+    if nbytes >= total:
+        raise SetupError(
+            f"the engine that shares the learner's GPU needs {nbytes / 2**30:.1f} GiB of its "
+            f"{total / 2**30:.1f} GiB: lower cluster.engine.kv_cache_gb, or set cluster.layout to "
+            "split"
+        )
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1 - nbytes / total, device)
 
 
 def rendezvous(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:

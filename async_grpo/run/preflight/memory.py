@@ -164,22 +164,27 @@ def element_bytes(config: Config, device: str) -> int:
 def learner_memory(
     config: Config, shape: Shape, *, device: str, stage: int, backend: str = ""
 ) -> LearnerMemory:
-    """Peak of rank 0; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too. With
-    ZeRO-3, buckets are the layers that are whole for their turn, and the flat gradients of an
-    optimizer's piece; what `learner.deepspeed` offloads lies in host memory. backend: the weight
-    transport.
+    """Peak of rank 0; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too; what
+    `learner.deepspeed` offloads lies in host memory. Buckets hold what is there for a while: what
+    is reduced, the flat gradients that the optimizer reads, and with ZeRO-3 the layers that are
+    whole for their turn. backend: the weight transport.
     """
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
     master = MASTER if stage > 0 else 0
     zero = config.learner.deepspeed.get("zero_optimization", {})
-    bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else 0
+    bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else BUCKET_ELEMENTS
     buckets = min(bucket, shape.trained) * size
-    if stage == 3 and ranks > 1:
-        live = int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
-        buckets += min(live, shape.trained + shape.frozen) * size
+    if stage == 1 and size == 2:  # one gradient at a time is added to the flat float32 ones
+        buckets = min(shape.vocabulary * shape.hidden, shape.trained) * size
+    elif stage in (1, 2):
+        buckets += shape.trained // ranks * size
+    elif stage == 3:
         piece = int(zero.get("sub_group_size", SUB_GROUP))
         buckets += min(piece, shape.trained // ranks) * GRADIENT
+        if ranks > 1:
+            live = int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
+            buckets += min(live, shape.trained + shape.frozen) * size
     moved = [key for key in ("offload_optimizer", "offload_param") if _offloads(zero.get(key))]
     has_reference = config.algorithm.uses_reference and config.model.lora is None
     need = LearnerMemory(

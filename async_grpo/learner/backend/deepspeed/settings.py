@@ -41,6 +41,11 @@ def deepspeed_config(
     }
     if dtype == torch.bfloat16:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        if learner.zero_stage == 1:
+            # Each gradient is added to the float32 sum and freed at once, instead of after the
+            # backward pass; and the sum crosses ranks as it is, instead of as a rounded copy.
+            ours["bf16"] |= {"immediate_grad_update": True}
+            ours["communication_data_type"] = "fp32"
     return _merged(ours, learner.deepspeed)
 
 

@@ -47,6 +47,7 @@ from async_grpo.weights.transport import (
     TransferStuck,
     WeightOwner,
     WeightSender,
+    rendezvous_seconds,
     sending_ranks,
     torn_after,
 )
@@ -73,6 +74,7 @@ class NcclSender(WeightSender):
         self._layout = layout = Layout(owner.weight_metadata())
         self._senders = sending_ranks(settings, ranks=owner.world_size, nbytes=layout.nbytes)
         self._sends = owner.rank < self._senders
+        self._rendezvous_s = rendezvous_seconds(self._deadlines, self._senders)
         size = min(packed_bytes, -(-layout.nbytes // self._senders))
         self._packing = {
             "packed": packed,
@@ -83,7 +85,7 @@ class NcclSender(WeightSender):
         self._own = {index for pack in mine if self._sends for index in pack}
         self._share = Layout([layout.metadata[index] for index in sorted(self._own)])
         self.note = (
-            f"weights are sent by all {self._senders} learner ranks" if self._senders > 1 else ""
+            f"weights are sent by {self._senders} learner ranks" if self._senders > 1 else ""
         )
         self._source = _Source(owner, self._share)
         self._verify = self._copied = False
@@ -122,7 +124,8 @@ class NcclSender(WeightSender):
             payloads.append(
                 {
                     "metadata": to_wire(self._layout),
-                    **self._deadlines.model_dump(include={"rendezvous_s", "pause_s", "bucket_s"}),
+                    **self._deadlines.model_dump(include={"pause_s", "bucket_s"}),
+                    "rendezvous_s": self._rendezvous_s,
                     "groups": [{**self._group, "rank_offset": offset}],
                 }
             )
@@ -138,7 +141,7 @@ class NcclSender(WeightSender):
             return ""
         assert self._listener is not None, "connect() comes first"
         listener, self._listener = self._listener, None
-        device, seconds = self._owner.device, self._deadlines.rendezvous_s
+        device, seconds = self._owner.device, self._rendezvous_s
 
         def join() -> Any:
             if device != "cpu":
