@@ -54,7 +54,8 @@ class VerifierErrors:
         counts = await self._queue.metrics()
         for kind, text in self._queue.reports.verifier_errors().items():
             metric = f"rollout/verifier_errors_{kind}"
-            exception = text.split(": ")[1] if kind == "exception" else ""  # its class
+            detail = text.partition(": ")[2] if kind == "exception" else ""
+            exception = detail.partition(":")[0]  # its class
             cause, self.told[kind] = (kind, exception), text
             if cause not in self._causes and (len(self._causes) < CAUSES or kind not in self._next):
                 self._causes.add(cause)

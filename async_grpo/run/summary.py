@@ -176,7 +176,11 @@ def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
 def _dropped(metrics: Mapping[str, float]) -> str:
     """Count the groups that were not trained, by what became of them; "" where there are none."""
     prefix = "replay/rejected/"
-    counts = {name.removeprefix(prefix): value for name, value in metrics.items() if prefix in name}
+    counts = {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
     reasons = sorted(counts.items(), key=lambda one: -one[1])
     why = ", ".join(f"{count:,.0f} {reason}" for reason, count in reasons if count)
     parts = [

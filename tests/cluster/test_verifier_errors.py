@@ -44,6 +44,10 @@ async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> No
         for name, line in zip(("URLError", "TimeoutError"), said[6:], strict=True)
     ] == [True, True], "another cause is no longer the one that the log has"
     assert errors.told["exception"] == "exception: URLError: no answer"
+    queue.reports.verifier_errors = lambda: {"exception": "exception"}
+    await errors.tell()
+    assert len(said) == 9, "one without words is one more"
+    queue.reports.verifier_errors = kinds
     for number in range(100):
         what = f"Error{number}"
         await errors.tell()
