@@ -5,6 +5,11 @@ Runs in: learner ranks. Hides the chunks, their recomputation and the backward f
 softmax in float32 (or better) over logits / temperature; at most one [chunk, vocabulary] tensor is
 kept for the backward pass, and none when there are several chunks; the result does not depend on
 the chunk size; the projection is called at least once, so that every rank touches its weights.
+
+    one chunk                  logits are kept
+    several, a plain product   logits are computed again, and every chunk adds to one gradient of
+                               the weights
+    several, another           torch's checkpoints: every chunk has a gradient of the weights
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+Project = Callable[[Tensor], Tensor]
+"""[n, H] -> [n, V]."""
 CHUNK_BYTES = 256 * 2**20
 MIN_LOGP = -1000.0
 """exp(MIN_LOGP) is 0: a token of logit -inf adds 0, not 0 * inf, to the entropy and its gradient.
@@ -27,11 +34,12 @@ MIN_LOGP = -1000.0
 def token_logprobs(
     hidden: Tensor,
     targets: Tensor,
-    project: Callable[[Tensor], Tensor],
+    project: Project,
     *,
     vocab_size: int,
     temperature: float,
     with_entropy: bool,
+    linear: tuple[Tensor, Tensor | None] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from
@@ -40,7 +48,9 @@ def token_logprobs(
     `project` maps [n, H] to logits [n, vocab_size]. It is called on chunks of n tokens with n x
     vocab_size float32 under `chunk_bytes`, and once more per chunk in the backward pass if there
     are several; the number of chunks depends on N, so a projection that communicates (sharded
-    weights) must gather its weights before. Raises ValueError for mismatched shapes.
+    weights) must gather its weights before.
+    linear: weights [vocab_size, H] and bias [vocab_size] or None, where `project` is their plain
+    product. Raises ValueError for mismatched shapes.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -59,6 +69,10 @@ def token_logprobs(
     if hidden.shape[0] <= size:
         logprobs, entropy = chunk_logprobs(hidden, targets)
         return logprobs, entropy if with_entropy else None
+    if linear is not None:
+        how = (project, size, temperature, with_entropy)
+        logprobs, entropy = _LinearLogProbs.apply(hidden, targets, *linear, *how)
+        return logprobs, entropy if with_entropy else None
     compute: Callable[..., tuple[Tensor, Tensor]] = chunk_logprobs
     if torch.is_grad_enabled():
         compute = partial(checkpoint, chunk_logprobs, use_reentrant=False, preserve_rng_state=False)
@@ -69,8 +83,7 @@ def token_logprobs(
 
 class _LogProbs(torch.autograd.Function):
     """Compute log-softmax, the picked entry and the entropy in one step, which keeps only the
-    logits. With p = softmax(z), z = logits / T, H = -sum p log p: d log p_y / dz = onehot(y) - p,
-    dH / dz = -p (log p + H).
+    logits.
     """
 
     @staticmethod
@@ -79,15 +92,9 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # an entropy that is only looked at costs nothing in the backward pass
         ctx.set_materialize_grads(False)
-        logp = _log_softmax(logits, temperature)
-        picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropy = (
-            torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_()
-            if with_entropy
-            else torch.zeros_like(picked)
-        )
+        picked, entropy = _picked(logits, targets, temperature, with_entropy)
         ctx.save_for_backward(logits, targets, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.temperature = temperature
         return picked, entropy
 
     @staticmethod
@@ -96,17 +103,100 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, grad_picked: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
-        if grad_picked is None:
-            grad_picked = torch.zeros_like(entropy)
-        logp = _log_softmax(logits, ctx.temperature)
-        if ctx.with_entropy and grad_entropy is not None:
-            probs = logp.exp()
-            logp.clamp_(min=MIN_LOGP).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-            grad = logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
-        else:
-            grad = logp.exp_().mul_(-grad_picked.unsqueeze(-1))
-        grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
-        return grad.div_(ctx.temperature).to(logits.dtype), None, None, None
+        gradients = grad_picked, grad_entropy
+        return _of_logits(logits, targets, entropy, *gradients, ctx.temperature), None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """`_LogProbs` of a plain product, chunk by chunk, which keeps no logits. With G = d / d logits:
+    d / d hidden = G W, d / d W = sum over chunks of G^T hidden, d / d bias = sum of G, with G
+    rounded to the weights' type.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        project: Project,
+        size: int,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        found = [
+            _picked(project(part), ids, temperature, with_entropy)
+            for part, ids in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        picked, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, targets, weight, bias, entropy)
+        ctx.project, ctx.size, ctx.temperature = project, size, temperature
+        return picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_picked: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, targets, weight, bias, entropy = ctx.saved_tensors
+        of_hidden, _, of_weight, of_bias = (
+            torch.zeros_like(tensor) if needed else None
+            for tensor, needed in zip(
+                (hidden, None, weight, bias), ctx.needs_input_grad[:4], strict=True
+            )
+        )
+        for start in range(0, len(hidden), ctx.size):
+            rows = slice(start, start + ctx.size)
+            part = hidden[rows]
+            ups = [None if up is None else up[rows] for up in (grad_picked, grad_entropy)]
+            gradient = _of_logits(
+                ctx.project(part), targets[rows], entropy[rows], *ups, ctx.temperature
+            )
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = gradient @ weight
+            if of_weight is not None:
+                of_weight.addmm_(gradient.t(), part.to(weight.dtype))
+        return of_hidden, None, of_weight, of_bias, None, None, None, None
+
+
+def _picked(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log p_y and H = -sum p log p of p = softmax(logits / T), or 0 for H."""
+    logp = _log_softmax(logits, temperature)
+    picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    if not with_entropy:
+        return picked, torch.zeros_like(picked)
+    return picked, torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_()
+
+
+def _of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    grad_picked: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Return the gradient of the logits. With z = logits / T: d log p_y / dz = onehot(y) - p,
+    dH / dz = -p (log p + H).
+    """
+    if grad_picked is None:
+        grad_picked = torch.zeros_like(entropy)
+    logp = _log_softmax(logits, temperature)
+    if grad_entropy is not None:
+        probs = logp.exp()
+        logp.clamp_(min=MIN_LOGP).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
+        grad = logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
+    else:
+        grad = logp.exp_().mul_(-grad_picked.unsqueeze(-1))
+    grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
+    return grad.div_(temperature).to(logits.dtype)
 
 
 _picked_and_entropy: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] = (

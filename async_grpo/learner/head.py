@@ -23,10 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from async_grpo.algo.logprobs import token_logprobs
-
-Project = Callable[[Tensor], Tensor]
-"""[n, H] -> [n, V]."""
+from async_grpo.algo.logprobs import Project, token_logprobs
 
 
 def _mm_float32(left: Tensor, right: Tensor) -> Tensor:
@@ -82,7 +79,7 @@ class LogprobHead(nn.Module):
         own: what makes logits of a projection. Without targets, as the layer that this one
         replaces: logits [..., V] of `hidden` [..., H].
         """
-        project = self._projection(hidden)
+        project, linear = self._projection(hidden)
         if targets is None:
             return project(hidden)
         return token_logprobs(
@@ -92,10 +89,13 @@ class LogprobHead(nn.Module):
             vocab_size=len(self.weight),
             temperature=temperature,
             with_entropy=with_entropy,
+            linear=linear if own is None else None,
         )
 
-    def _projection(self, hidden: Tensor) -> Project:
-        """Return the product with the weights, which are whole during the call."""
+    def _projection(self, hidden: Tensor) -> tuple[Project, tuple[Tensor, Tensor | None]]:
+        """Return the product with the weights, which are whole during the call; weights and bias
+        as it takes them.
+        """
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         mixed = self._float32 and hidden.is_cuda and hidden.dtype != torch.float32
@@ -111,7 +111,7 @@ class LogprobHead(nn.Module):
             logits: Tensor = _Float32Logits.apply(flat, weight)
             return (logits if bias is None else logits + bias).view(*part.shape[:-1], -1)
 
-        return project
+        return project, (weight, bias)
 
 
 class _Output(BaseModelOutputWithPast):

@@ -299,9 +299,8 @@ class Learner:
             losses = []
             prepared = ahead(self._prepare, micro_batches, device=self._torch_device)
             for one, selection in zip(prepared, selections, strict=True):
-                done = self._forward(one, with_entropy=True)
+                done = self._forward(one, with_entropy=self._math.takes_entropy)
                 self._observe(done, planned=one.rows, unmoved=index == 0)
-                assert done.entropy is not None
                 loss = self._math.loss(
                     done.batch,
                     done.logprobs,

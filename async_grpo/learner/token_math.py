@@ -72,6 +72,8 @@ class TokenMath:
         self._clip, self._options = _clip(config), POLICY_LOSSES.options(loss.name, loss.values)
         self._importance_options = IMPORTANCE.options(mode.name, mode.values)
         self._normalizes = algorithm.importance.level != "none" and algorithm.importance.normalize
+        self.takes_entropy = algorithm.calculate_entropy or algorithm.entropy_coef != 0
+        """Whether `loss` is given entropies."""
         self.selects_by_entropy = algorithm.top_entropy_share < 1
         """Whether `select` needs entropies."""
         moving = self._loss.ratio_free or algorithm.anchor == "interpolated"
@@ -218,7 +220,7 @@ class TokenMath:
         self,
         batch: TokenBatch,
         logprobs: Tensor,
-        entropy: Tensor,
+        entropy: Tensor | None,
         *,
         selection: UpdateFacts | None,
         metrics: MetricSums | None,
@@ -268,7 +270,7 @@ class TokenMath:
                 metrics.add("train/behavior_distance", distance, batch.trained)
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
-        if algorithm.entropy_coef:
+        if algorithm.entropy_coef and entropy is not None:
             token_loss = token_loss - algorithm.entropy_coef * entropy
         return aggregate_loss(token_loss, batch.weights)
 

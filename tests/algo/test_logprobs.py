@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_grpo.algo.logprobs import token_logprobs
 from tests.support.algo_case import F64, close, gradient
@@ -15,19 +18,22 @@ from tests.support.algo_case import F64, close, gradient
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 10, 100])
+@pytest.mark.parametrize("way", ["any", "linear", "linear with bias"])
 def test_chunked_logprobs_are_the_naive_ones(
-    temperature: float, with_entropy: bool, size: int
+    temperature: float, with_entropy: bool, size: int, way: str
 ) -> None:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
-    head = torch.randn(4, 13, generator=random, dtype=F64, requires_grad=True)
+    head = torch.randn(13, 4, generator=random, dtype=F64, requires_grad=True)
+    bias = torch.randn(13, generator=random, dtype=F64, requires_grad=True)
+    inputs = [hidden, head, bias] if way == "linear with bias" else [hidden, head]
     targets = torch.randint(0, 13, (10,), generator=random)
     up = torch.randn(2, 10, generator=random, dtype=F64)
     calls = []
 
     def project(x: Tensor) -> Tensor:
         calls.append(len(x))
-        return x @ head
+        return F.linear(x, *inputs[1:])
 
     logprobs, entropy = token_logprobs(
         hidden,
@@ -36,10 +42,11 @@ def test_chunked_logprobs_are_the_naive_ones(
         vocab_size=13,
         temperature=temperature,
         with_entropy=with_entropy,
+        linear=None if way == "any" else (head, *inputs[2:], None)[:2],
         chunk_bytes=size * 13 * 4,
     )
     assert max(calls) <= size and sum(calls) == 10
-    naive = torch.log_softmax(hidden @ head / temperature, -1)
+    naive = torch.log_softmax(F.linear(*inputs) / temperature, -1)
     picked, naive_entropy = naive[torch.arange(10), targets], -(naive.exp() * naive).sum(-1)
     close(logprobs, picked)
     value, expected = (logprobs * up[0]).sum(), (picked * up[0]).sum()
@@ -49,20 +56,21 @@ def test_chunked_logprobs_are_the_naive_ones(
     else:
         assert entropy is None
     for got, want in zip(
-        torch.autograd.grad(value, [hidden, head]),
-        torch.autograd.grad(expected, [hidden, head]),
-        strict=True,
+        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         close(got, want)
     assert sum(calls) == (10 if size >= 10 else 20)
 
 
 @pytest.mark.parametrize("size", [2, 100])
-def test_gradients_of_hidden_states_and_head_are_the_differences_of_the_value(size: int) -> None:
+@pytest.mark.parametrize("linear", [False, True])
+def test_gradients_of_hidden_states_and_head_are_the_differences_of_the_value(
+    size: int, linear: bool
+) -> None:
     random = torch.Generator().manual_seed(1)
     hidden, head = (
         torch.randn(5, 3, generator=random, dtype=F64),
-        torch.randn(3, 7, generator=random, dtype=F64),
+        torch.randn(7, 3, generator=random, dtype=F64),
     )
     targets = torch.randint(0, 7, (5,), generator=random)
 
@@ -70,39 +78,53 @@ def test_gradients_of_hidden_states_and_head_are_the_differences_of_the_value(si
         return token_logprobs(
             hidden,
             targets,
-            lambda x: x @ head,
+            lambda x: x @ head.t(),
             vocab_size=7,
             temperature=0.7,
             with_entropy=True,
+            linear=(head, None) if linear else None,
             chunk_bytes=size * 7 * 4,
         )
 
     assert torch.autograd.gradcheck(outputs, (hidden.requires_grad_(), head.requires_grad_()))
 
 
-def test_low_precision_hidden_states_with_and_without_a_float32_head() -> None:
+@pytest.mark.parametrize("linear", [False, True])
+def test_low_precision_hidden_states_with_and_without_a_float32_head(linear: bool) -> None:
     random = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 4, generator=random).bfloat16().requires_grad_()
     targets, rows = torch.arange(5), torch.arange(5)
-    low = torch.randn(4, 13, generator=random).bfloat16().requires_grad_()
+    low = torch.randn(13, 4, generator=random).bfloat16().requires_grad_()
     logprobs, entropy = token_logprobs(
-        hidden, targets, lambda x: x @ low, vocab_size=13, temperature=1.0, with_entropy=True
+        hidden,
+        targets,
+        lambda x: x @ low.t(),
+        vocab_size=13,
+        temperature=1.0,
+        with_entropy=True,
+        linear=(low, None) if linear else None,
+        chunk_bytes=2 * 13 * 4,
     )
     assert logprobs.dtype == entropy.dtype == torch.float32
-    close(logprobs, torch.log_softmax((hidden @ low).float(), -1)[rows, targets])
+    close(logprobs, torch.log_softmax((hidden @ low.t()).float(), -1)[rows, targets])
+    of_low = gradient(logprobs.sum(), low)
+    naive = torch.log_softmax(hidden.double() @ low.double().t(), -1)[rows, targets]
+    assert of_low.dtype == torch.bfloat16
+    close(of_low, gradient(naive.sum(), low), rtol=2**-6, atol=2e-2)
 
     head = low.detach().float().requires_grad_()
     for size in (2, 100):
         logprobs, _ = token_logprobs(
             hidden,
             targets,
-            lambda x: x.float() @ head,
+            lambda x: x.float() @ head.t(),
             vocab_size=13,
             temperature=1.0,
             with_entropy=False,
+            linear=(head, None) if linear else None,
             chunk_bytes=size * 13 * 4,
         )
-        naive = torch.log_softmax(hidden.double() @ head.double(), -1)[rows, targets]
+        naive = torch.log_softmax(hidden.double() @ head.double().t(), -1)[rows, targets]
         close(logprobs.double(), naive, rtol=0, atol=1e-6)
         of_hidden, of_head = torch.autograd.grad(logprobs.sum(), [hidden, head])
         want_hidden, want_head = torch.autograd.grad(naive.sum(), [hidden, head])
@@ -177,24 +199,28 @@ def test_no_tokens_still_touch_the_head_and_shapes_must_fit(with_entropy: bool) 
 
 @pytest.mark.parametrize("size", [3, 100])
 @pytest.mark.parametrize("used", ["log-probs", "entropy"])
-def test_what_is_only_looked_at_adds_nothing_to_the_gradient(used: str, size: int) -> None:
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_is_only_looked_at_adds_nothing_to_the_gradient(
+    used: str, size: int, linear: bool
+) -> None:
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
     head, up = (
-        torch.randn(4, 13, generator=random, dtype=F64),
+        torch.randn(13, 4, generator=random, dtype=F64),
         torch.randn(10, generator=random, dtype=F64),
     )
     targets = torch.randint(0, 13, (10,), generator=random)
     found = token_logprobs(
         hidden,
         targets,
-        lambda x: x @ head,
+        lambda x: x @ head.t(),
         vocab_size=13,
         temperature=0.7,
         with_entropy=True,
+        linear=(head, None) if linear else None,
         chunk_bytes=size * 13 * 4,
     )
-    naive = torch.log_softmax(hidden @ head / 0.7, -1)
+    naive = torch.log_softmax(hidden @ head.t() / 0.7, -1)
     wanted = (
         naive[torch.arange(10), targets] if used == "log-probs" else -(naive.exp() * naive).sum(-1)
     )
@@ -202,3 +228,35 @@ def test_what_is_only_looked_at_adds_nothing_to_the_gradient(used: str, size: in
         gradient((found[used == "entropy"] * up).sum(), hidden),
         gradient((wanted * up).sum(), hidden),
     )
+
+
+@pytest.mark.parametrize("trained", ["hidden", "head"])
+def test_chunks_of_a_plain_product_share_one_gradient_of_the_weights(trained: str) -> None:
+    """No product of the whole weights' size is made for each chunk, and none for frozen weights."""
+    hidden = torch.ones(12, 4, requires_grad=trained == "hidden")
+    head = torch.ones(50, 4, requires_grad=trained == "head")
+    made = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape == head.shape:
+                made.append(str(func))
+            return out
+
+    logprobs, _ = token_logprobs(
+        hidden,
+        torch.zeros(12, dtype=torch.int64),
+        lambda x: x @ head.t(),
+        vocab_size=50,
+        temperature=1.0,
+        with_entropy=False,
+        linear=(head, None),
+        chunk_bytes=3 * 50 * 4,
+    )
+    with Seen():
+        logprobs.sum().backward()
+    products = [name for name in made if "mm" in name]
+    assert products == (["aten.addmm_.default"] * 4 if trained == "head" else [])

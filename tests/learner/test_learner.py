@@ -399,10 +399,12 @@ RANK_SPLITS = {0: [[0, 3], [1, 2], [4]], 1: [[5], [], []]}
 
 
 def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) -> None:
-    """One of two ranks: the whole sweep over ZeRO stages. The first failure of either rank is
-    raised in the test.
+    """One of two ranks: the whole sweep over ZeRO stages, with several chunks in the head. The
+    first failure of either rank is raised in the test.
     """
     torch.set_num_threads(1)
+    whole = head_module.token_logprobs
+    head_module.token_logprobs = functools.partial(whole, chunk_bytes=7 * 4 * 100)
     for stage in range(4):
         sweep_stage(rank, stage, ports[2 * stage : 2 * stage + 2], Path(path) / str(stage), models)
 

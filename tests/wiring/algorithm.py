@@ -149,6 +149,11 @@ def imported(config: Config) -> bool:
     return EMPTY in sys.modules
 
 
+def with_entropy(config: Config) -> bool:
+    """Whether a training pass computes entropies."""
+    return TokenMath(config, Alone()).takes_entropy
+
+
 PLUGIN, EMPTY = "tests.wiring.plugin", "tests.wiring.empty_plugin"
 MINE = {"plugins": [PLUGIN]}
 RETURNS = {"adv_estimator": "reinforce_plus_plus"}
@@ -244,6 +249,7 @@ WIRES = [
         against="scaled",
     ),
     Wire("algorithm.plugins", [EMPTY], imported),
+    Wire("algorithm.calculate_entropy", False, with_entropy),
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),
     Wire("learner.ranks", 2, steps),

@@ -217,9 +217,10 @@ algorithm.norm_adv_by_std_in_grpo algorithm.gamma kl_ctrl.type algorithm.kl_pena
 kl_ctrl.target_kl kl_ctrl.horizon overlong_buffer.enable=algorithm.overlong_buffer.enable
 overlong_buffer_cfg.enable=algorithm.overlong_buffer.enable overlong_buffer.len
 overlong_buffer_cfg.len actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c
-actor.use_kl_loss actor.kl_loss_coef actor.entropy_coeff actor.ppo_epochs actor.optim.lr=learner.lr
-actor.optim.betas actor.optim.weight_decay actor.grad_clip actor.optim.clip_grad
-enable_gradient_checkpointing enable_activation_offload=learner.activation_offload
+actor.use_kl_loss actor.kl_loss_coef actor.entropy_coeff actor.calculate_entropy actor.ppo_epochs
+actor.optim.lr=learner.lr actor.optim.betas actor.optim.weight_decay actor.grad_clip
+actor.optim.clip_grad enable_gradient_checkpointing
+enable_activation_offload=learner.activation_offload
 async_training.trigger_parameter_sync_step trainer.test_freq trainer.val_before_train
 data.val_max_samples=evaluation.max_samples rollout.val_kwargs.temperature=evaluation.temperature
 trainer.save_freq trainer.max_actor_ckpt_to_keep trainer.resume_mode trainer.logger=tracking.mlflow
