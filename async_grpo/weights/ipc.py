@@ -51,8 +51,9 @@ class IpcSender(WeightSender):
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
     def reserve(self) -> None:
-        """Allocate the second copy."""
-        self._apart = self._allocate()
+        """Allocate the second copy, where there is none."""
+        if self._apart is None:
+            self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Fill a copy and announce its handles."""

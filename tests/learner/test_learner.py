@@ -27,7 +27,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, SetupError, StalenessError
 from async_grpo.learner import head as head_module
 from async_grpo.learner.backend.deepspeed.settings import deepspeed_config
-from async_grpo.learner.backend.process_group import rendezvous
+from async_grpo.learner.backend.process_group import CONTEXT_BYTES, rendezvous
 from async_grpo.learner.batching import RowValue
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import pack, response_row
@@ -208,7 +208,7 @@ def test_a_learner_leaves_an_engine_on_its_gpu_room(
 
     setup()
     cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend) or 0.0
-    engine = 6 * 2**20 + cache * 2**30 + ENGINE.gpu_bytes
+    engine = 6 * 2**20 + cache * 2**30 + ENGINE.gpu_bytes + CONTEXT_BYTES
     assert fractions == ([pytest.approx(1 - engine / card.total_memory)] if shared else [])
     card.total_memory = 2**30
     if shared:

@@ -84,6 +84,12 @@ def test_a_gpu_has_vllms_own_number_of_responses_and_larger_batches() -> None:
     assert arguments(max_num_seqs=5)["max_num_seqs"] == 5
 
 
+def test_no_batch_is_larger_than_what_its_sequences_hold() -> None:
+    """Block tables are as wide as the longest sequence, and vLLM warms up with whole batches."""
+    few, longest = arguments(max_num_seqs=3), arguments()["max_model_len"]
+    assert 3 * longest < 8192 and few["max_num_batched_tokens"] == 3 * longest
+
+
 def test_a_cpu_computes_no_prompt_in_parts() -> None:
     gpu, cpu = arguments(), arguments(device="cpu", backend="shared_memory")
     assert cpu["enable_chunked_prefill"] is False and "enable_chunked_prefill" not in gpu

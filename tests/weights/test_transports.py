@@ -19,6 +19,7 @@ from async_grpo.rollout.engine.vllm import worker
 from async_grpo.rollout.engine.vllm.arguments import engine_arguments, transfer_name
 from async_grpo.weights.transport import WeightSender
 from tests.support.models import ModuleOwner
+from tests.support.nccl_sides import make_sender
 
 PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
 
@@ -85,6 +86,25 @@ def test_vllm_finds_the_extension_of_its_workers() -> None:
 )
 def test_auto_means(device: str, colocated: bool, name: str) -> None:
     assert automatic(device=device, colocated=colocated) == name
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_the_copy_apart_is_allocated_once_until_it_is_released(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """The self-check reserves it for each of its perturbations."""
+    from async_grpo.weights.ipc import IpcSender
+
+    owner = ModuleOwner(torch.nn.Linear(3, 2))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    sender = IpcSender(owner) if transport == "ipc" else make_sender(owner)
+    sender.reserve()
+    first = sender._apart
+    assert first is not None
+    sender.reserve()
+    assert sender._apart is first
+    sender.release()
+    assert sender._apart is None
 
 
 def test_the_copy_that_another_process_maps_lies_in_no_expandable_segment(

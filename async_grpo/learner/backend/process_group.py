@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from async_grpo.errors import SetupError
 
+CONTEXT_BYTES = 2**30
+"""What CUDA takes of a GPU for the learner's process, and some for what torch cannot give back."""
+
 
 def join(device: str, *, timeout_s: float) -> None:
     """Join the group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, once. timeout_s: of
@@ -45,9 +48,10 @@ def prepare_gpu(device: str) -> None:
 
 def leave_room(nbytes: int) -> None:
     """Bound what torch takes of this rank's GPU, which an engine shares: what torch keeps for later
-    would else fill the room that a new engine needs. nbytes: of the engine. Raises SetupError where
-    there is none.
+    would else fill the room that a new engine needs. What CUDA itself takes of each process is none
+    of torch's. nbytes: of the engine. Raises SetupError where there is none.
     """
+    nbytes += CONTEXT_BYTES
     device = torch.cuda.current_device()
     total = torch.cuda.get_device_properties(device).total_memory
     if nbytes >= total:

@@ -200,6 +200,10 @@ def learner_memory(
     )
     if device == "cpu":
         return need
+    if backend in TRANSPORTS and TRANSPORTS[backend].colocated:
+        # the self-check needs a second copy, while nothing is trained
+        second = max(0, need.publication - need.activations - need.buckets)
+        need = replace(need, publication=need.publication + second)
     context = GPU_CONTEXT * (2 if ranks > 1 else 1) + int(need.total * FRAGMENTATION)
     return replace(need, context=context)
 

@@ -102,6 +102,8 @@ def settings(
             "run.epochs=null",
             "model.warm_start=null",
             "model.lora=null",
+            "cluster.layout=auto",  # no learner shares the engine's GPU
+            "weight_sync.backend=auto",
             f"model.path={json.dumps(model)}",
             f"run.dir={json.dumps(str(run_dir))}",  # where what the run has stored passes
         ]

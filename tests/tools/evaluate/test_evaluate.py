@@ -70,6 +70,18 @@ def test_the_settings_of_the_run_count_unless_replaced(run_dir: Path) -> None:
     assert settings(at, task=None, overrides=[]).model == own.model
 
 
+def test_an_engine_alone_shares_no_gpu_with_a_learner(run_dir: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shutil.copytree(run_dir, shared)
+    stored = (shared / "config.yaml").read_text()
+    changed = stored.replace("  layout: auto\n", "  layout: colocated\n", 1)
+    changed = changed.replace("  device: auto\n", "  device: cuda\n", 1)
+    assert changed.count("colocated\n") == changed.count("device: cuda\n") == 1
+    (shared / "config.yaml").write_text(changed)
+    for one in ("cluster.engine.tensor_parallel_size=2", "cluster.device=cpu"):
+        assert settings(str(shared), task=None, overrides=[one]).cluster.layout == "auto"
+
+
 def test_what_a_run_has_stored_does_not_stand_in_the_way(run_dir: Path, tmp_path: Path) -> None:
     """An ablation's leftovers, a registered model, a task of its evaluations; a moved directory."""
     moved = tmp_path / "moved"

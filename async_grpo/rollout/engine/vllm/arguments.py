@@ -96,7 +96,9 @@ def engine_arguments(
         # vLLM dies of a seeded request whose prompt it computes in several parts.
         arguments["enable_chunked_prefill"] = False
     else:
-        arguments["max_num_batched_tokens"] = BATCHED_TOKENS
+        most = (settings.max_num_seqs or BATCHED_TOKENS) * config.rollout.longest_row
+        # beyond what its sequences can hold vLLM warms up past the end of their block tables
+        arguments["max_num_batched_tokens"] = min(BATCHED_TOKENS, most)
     if gpu_bytes is not None:
         arguments["gpu_memory_utilization"] = shared_gpu_share(
             config, weights=weight_bytes(model_dir), kv_cache_gb=memory or 0.0, gpu_bytes=gpu_bytes

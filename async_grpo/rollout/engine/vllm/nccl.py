@@ -169,8 +169,8 @@ class NcclSender(WeightSender):
         return ""
 
     def reserve(self) -> None:
-        """Allocate the memory for a copy apart, on the ranks that send."""
-        if self._sends:
+        """Allocate the memory for a copy apart, where there is none, on the ranks that send."""
+        if self._sends and self._apart is None:
             self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
@@ -208,9 +208,11 @@ class NcclSender(WeightSender):
         return ""
 
     def release(self) -> None:
-        """Free the copy apart, once it is sent."""
+        """Free the copy apart, once it is sent; torch keeps pinned memory unless it is told."""
         self._wait()
         self._source.copy = self._apart = None
+        if self._owner.device != "cpu":
+            torch._C._host_emptyCache()
 
     def close(self) -> None:
         """Leave the group; a send in the background is aborted."""
@@ -232,8 +234,8 @@ class NcclSender(WeightSender):
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
-            # another stream may still be writing the weights
-            torch.cuda.synchronize(self._owner.device)
+            if not self._copied:  # another stream may still be writing the weights
+                torch.cuda.synchronize(self._owner.device)
         group.begin(self._share, verify=self._verify)
         try:
             engine.send_weights()
