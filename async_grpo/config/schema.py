@@ -496,8 +496,19 @@ class LearnerConfig(Section):
     """Compile the decoder layers with torch.compile: a minute at the first step, and a C++ compiler
     on every node with learner ranks; not with `zero_stage` 3.
     """
+    kernels: Annotated[
+        Literal["auto", "none"], warn("the rounding of log-probs and gradients", trains=True)
+    ] = "auto"
+    """`auto`: Liger's fused kernels on GPUs, for families that they are tested with, unless
+    `compile`, which fuses the same.
+    """
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers get fused kernels, where there are some."""
+        return self.kernels == "auto" and not self.compile
 
     @property
     def recomputes(self) -> bool:

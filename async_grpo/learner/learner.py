@@ -35,6 +35,7 @@ from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
+from async_grpo.learner.kernels import fuse
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
 from async_grpo.learner.prefetch import ahead
@@ -125,6 +126,9 @@ class Learner:
         """The policy's weights, for engines and files."""
         check_names(files, self.published.weight_metadata(), tied=policy.tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
+        if config.learner.fuses:
+            reference = [] if self._reference is None else [self._reference.module.hf]
+            fuse([policy.hf, *reference], self._torch_device)
 
     def _build_policy(self, model_dir: str) -> TrainedModel:
         """Return the model that is trained."""

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
+from async_grpo.learner import learner as learner_module
 from async_grpo.learner.adapters import restrict
 from async_grpo.learner.backend.deepspeed import backend
 from async_grpo.learner.learner import Learner
@@ -69,6 +70,7 @@ def trained(config: Config) -> Any:
         mock.patch.object(backend, "deepspeed_config", settings),
         mock.patch.object(gc, "collect", lambda: 0),  # DeepSpeed's, a second each with bfloat16
         mock.patch.object(PolicyModel, "compile_layers", lambda model: asked.append("compiled")),
+        mock.patch.object(learner_module, "fuse", lambda models, _: asked.append(len(models))),
     ):
         learner = Learner(
             config, model_dir=tiny_model(), fetch=case.fetch, device="cpu", total_updates=10
@@ -140,5 +142,6 @@ def wires() -> list[Wire]:
         _trained("learner.gradient_checkpointing", True),
         _trained("learner.activation_offload", True, {"learner.gradient_checkpointing": True}),
         _trained("learner.compile", True),
+        _trained("learner.kernels", "none"),
         _trained("learner.deepspeed", {"wall_clock_breakdown": True}),
     ]

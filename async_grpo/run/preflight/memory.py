@@ -178,6 +178,7 @@ def learner_memory(
     if stage == 1 and size == 2:  # one gradient at a time is added to the flat float32 ones
         buckets = min(shape.vocabulary * shape.hidden, shape.trained) * size
     elif stage in (1, 2):
+        buckets *= 2 if zero.get("overlap_comm") else 1  # one is filled while one is sent
         buckets += shape.trained // ranks * size
     elif stage == 3:
         piece = int(zero.get("sub_group_size", SUB_GROUP))

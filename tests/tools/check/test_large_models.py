@@ -14,7 +14,7 @@ import pytest
 from async_grpo.cluster.placement import PlacementError, place
 from async_grpo.config.load import load_config
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.run.preflight.fit import too_large
+from async_grpo.run.preflight.fit import needed_bytes, too_large
 from async_grpo.run.preflight.memory import engine_memory, learner_memory, shape_of, size_text
 from async_grpo.tools.check.dry_run import assumed_nodes
 from async_grpo.tools.check.known_models import known_config
@@ -64,6 +64,8 @@ def test_a_row_is_what_the_arithmetic_says(row: dict[str, Any]) -> None:
     if placement is not None:
         sizes = {node.node_id: node.gpu_bytes for node in nodes}
         refused = any(too_large(config, shape, placement, backend=backend, gpu_bytes=sizes))
+        need, there = needed_bytes(config, shape, placement, backend), min(sizes.values())
+        assert refused or need < 0.95 * there, "an estimate this near says nothing"
     found = {
         "rank": size_text(rank.total),
         "engine": size_text(engine.weights + engine.rest + (engine.kv_cache or 0)),
