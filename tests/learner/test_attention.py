@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from async_grpo.learner import attention
 from async_grpo.learner.attention import of_rows, takes_segments, varlen_attention
+from async_grpo.learner.backend import process_group
 from async_grpo.learner.backend.process_group import prepare_gpu
 from async_grpo.learner.head import _Float32Logits
 from async_grpo.learner.packing import Packed, pack, response_row
@@ -286,6 +287,7 @@ def test_a_gpu_has_many_queues_and_does_without_cudnns_attention(
         "set_device",
         lambda device: chosen.append((device, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])),
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     before = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -295,6 +297,29 @@ def test_a_gpu_has_many_queues_and_does_without_cudnns_attention(
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "taken"),
+    [((9, 0), True, ["FA3"]), ((9, 0), False, []), ((8, 0), True, []), ((10, 0), True, [])],
+)
+def test_hopper_takes_flash_attention_3_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], installed: bool, taken: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        process_group.importlib.util, "find_spec", lambda name: name if installed else None
+    )
+    monkeypatch.setattr(process_group, "activate_flash_attention_impl", found.append)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        prepare_gpu("cuda:0")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert found == taken
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -5,15 +5,18 @@ Runs in: learner ranks. Hides the rendezvous, and what a GPU needs before anythi
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import activate_flash_attention_impl
 
 from async_grpo.errors import SetupError
 
+_HOPPER = 9
 CONTEXT_BYTES = 2**30
 """What CUDA takes of a GPU for the learner's process, and some for what torch cannot give back."""
 
@@ -37,13 +40,17 @@ def join(device: str, *, timeout_s: float) -> None:
 
 def prepare_gpu(device: str) -> None:
     """Choose the GPU, and attention kernels that take rows of any shape as they come: cuDNN's build
-    a plan for every new shape, tens of milliseconds each, and packs hardly ever repeat one.
+    a plan for every new shape, tens of milliseconds each, and packs hardly ever repeat one. On
+    Hopper torch takes FlashAttention 3, where the package `flash_attn_interface` is installed.
     """
     # Streams that share one of CUDA's eight queues wait for each other: ranks that send weights
     # beside training, each over a group of its own, could do so in a circle.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+    if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
 
 
 def leave_room(nbytes: int) -> None:
