@@ -19,7 +19,7 @@ job, `python -m async_grpo.run CONFIG` is the same as `{PROGRAM} train CONFIG`.
 A verb that takes a run takes the newest one in `runs/` where none is named.
 
 | verb | what it does |
-| --- | --- |
+|---|---|
 """
 
 
@@ -29,7 +29,7 @@ def render() -> str:
     parts += [f"| [`{verb}`](#{verb}) | {what} |" for verb, (_, what) in VERBS.items()]
     for verb, (module, _) in VERBS.items():
         parts += ["", *_verb(verb, module)]
-    parts += ["", "## Exit codes", "", "| code | meaning |", "| --- | --- |"]
+    parts += ["", "## Exit codes", "", "| code | meaning |", "|---|---|"]
     parts += [f"| {code} | {meaning} |" for code, meaning in EXIT_MEANING.items()]
     return "\n".join(parts) + "\n"
 
@@ -42,7 +42,7 @@ def _verb(verb: str, module: str) -> list[str]:
     usage = " ".join([f"{PROGRAM} {verb}", *map(_usage, taken)])
     lines = [f"## `{verb}`", "", home.DESCRIPTION, "", "```text", usage, "```"]
     if taken:
-        lines += ["", "| argument | meaning |", "| --- | --- |"]
+        lines += ["", "| argument | meaning |", "|---|---|"]
         lines += [f"| `{_name(one)}` | {_meaning(one)} |" for one in taken]
     return lines
 

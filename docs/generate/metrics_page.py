@@ -42,4 +42,5 @@ def _table(table: dict[str, Any], known: set[str]) -> str:
         rows.append([", ".join(f"`{name}`" for name in each), *cells])
     width = max(len(row) for row in rows)
     head = table.get("head", _HEAD)[:width]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * width, *rows))
+    first, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return "\n".join([first, "|" + "---|" * width, *others])

@@ -58,7 +58,7 @@ async-grpo train configs/quickstart.yaml rollout.group_size=16 learner.lr=5e-5
   can be run again.
 
 | section | settings | what it is about |
-| --- | --- | --- |
+|---|---|---|
 """
 
 
@@ -93,7 +93,7 @@ def _section(section: Setting, keys: list[Setting]) -> list[str]:
 def _table(keys: list[Setting]) -> list[str]:
     if not keys:
         return []
-    rows = ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| key | allowed | default | resume | meaning |", "|---|---|---|---|---|"]
     for key in keys:
         cells = (
             f"`{key.name.rpartition('.')[2]}`",
@@ -117,7 +117,7 @@ def _options(choice: Setting) -> list[str]:
     rows = [
         f"\nOptions of `{key}`, besides its `name`:\n",
         "| name | option | allowed | default | meaning |",
-        "| --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|",
     ]
     for one in own:
         name, option = one.name.split(".")[-2:]
