@@ -403,9 +403,10 @@ def install_packages(kind: str, pins: dict, sources: Sources) -> None:
     run(command, env=sources.environment(), deadline_s=INSTALL_SECONDS)
 
 
-def check(kind: str) -> None:
+def check(kind: str, *, no_gpu: bool = False) -> None:
     """Load torch, for the gpu set also touch a GPU, and say what it sees: devices are counted
-    without the driver's help, so a count says nothing about a driver that is too old.
+    without the driver's help, so a count says nothing about a driver that is too old. no_gpu: the
+    GPU is another machine's.
     """
     touch = "; torch.zeros(1, device='cuda') if torch.cuda.device_count() else 0"
     code = (
@@ -429,7 +430,7 @@ def check(kind: str) -> None:
         f"      torch {version}, " + (f"CUDA {cuda}, {gpus} GPU(s)" if kind == "gpu" else "CPU"),
         flush=True,
     )
-    if kind == "gpu" and (done.returncode or gpus == "0"):
+    if kind == "gpu" and not no_gpu and (done.returncode or gpus == "0"):
         least = LEAST_DRIVER.get(cuda.partition(".")[0])
         driver = f"NVIDIA driver {least} or newer" if least else "a newer NVIDIA driver"
         what = f"cannot use a GPU ({last})" if done.returncode else "sees no GPU"
@@ -441,7 +442,7 @@ def check(kind: str) -> None:
         raise InstallError(f"torch does not load: {last}; make clean, then make install")
 
 
-def install(kind: str) -> None:
+def install(kind: str, *, no_gpu: bool = False) -> None:
     """Bring `.venv` to the wanted set. Errors: InstallError, after which a repeated call goes on
     where this one stopped.
     """
@@ -466,7 +467,7 @@ def install(kind: str) -> None:
     )
     install_packages(kind, pins, sources)
     print("[4/4] check", flush=True)
-    check(kind)
+    check(kind, no_gpu=no_gpu)
     STAMP.write_text(json.dumps(state(kind)))
     print(f"Installed in {time.monotonic() - start:.0f} s.", flush=True)
 
@@ -501,6 +502,9 @@ def main() -> int:
         action="store_true",
         help="only print the packages of the tests that need no torch",
     )
+    parser.add_argument(
+        "--no-gpu", action="store_true", help="install without a GPU, as when an image is built"
+    )
     args = parser.parse_args()
     try:
         kind = resolve_set(args.set)
@@ -513,7 +517,7 @@ def main() -> int:
                 "vLLM's packages exist for Linux only: use a Linux machine, WSL or a container"
             )
         elif installed() != state(kind):
-            install(kind)
+            install(kind, no_gpu=args.no_gpu)
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

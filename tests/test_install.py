@@ -231,9 +231,10 @@ def test_a_change_installs_again(checkout, monkeypatch, change):
     else:
         (checkout / change).write_text((checkout / change).read_text() + "\n")
     calls = []
-    monkeypatch.setattr(installer, "install", calls.append)
+    monkeypatch.setattr(installer, "install", lambda kind, no_gpu: calls.append((kind, no_gpu)))
     assert call(monkeypatch, "--set", "cpu") == 0
-    assert calls == ["cpu"]
+    assert call(monkeypatch, "--set", "cpu", "--no-gpu") == 0
+    assert calls == [("cpu", False), ("cpu", True)]
 
 
 def test_auto_keeps_the_set_of_the_environment_and_else_looks_at_the_machine(checkout, monkeypatch):
@@ -337,6 +338,17 @@ def test_a_torch_that_cannot_work_is_one_sentence(checkout, monkeypatch, kind, s
     torch_that(checkout, script)
     with pytest.raises(installer.InstallError, match=says):
         installer.check(kind)
+
+
+def test_an_image_is_built_without_a_gpu(checkout, monkeypatch, capsys):
+    """The packages are installed all the same, and torch must load."""
+    monkeypatch.setattr(installer.subprocess, "Popen", POPEN)
+    torch_that(checkout, "echo torch 2.13.0 13.0 0")
+    installer.check("gpu", no_gpu=True)
+    assert "torch 2.13.0, CUDA 13.0, 0 GPU(s)" in capsys.readouterr().out
+    torch_that(checkout, "exit 1")
+    with pytest.raises(installer.InstallError, match="does not load"):
+        installer.check("gpu", no_gpu=True)
 
 
 def test_the_check_touches_a_gpu_and_says_what_it_saw(checkout, monkeypatch, capsys):

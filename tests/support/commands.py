@@ -9,6 +9,7 @@ reader's own.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -241,6 +242,21 @@ def _kubectl(words: list[str], home: Path) -> None:
         _check(words[words.index("--") + 1 :], home)
 
 
+def _docker(words: list[str], home: Path) -> None:
+    """Arguments of a build are the Dockerfile's; what is executed in a container could be."""
+    if "async-grpo" in words:
+        _check(words[words.index("async-grpo") :], home)
+    known = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+    for option, value in itertools.pairwise(words):
+        if option == "--build-arg" and value.partition("=")[0] not in known:
+            raise Refused(f"the Dockerfile has no {value}")
+
+
+def _sky(words: list[str], home: Path) -> None:
+    """The task is there."""
+    _files(words)
+
+
 def _sbatch(words: list[str], home: Path) -> None:
     """The script exists; what follows is for the run that it starts."""
     _files(words)
@@ -255,12 +271,14 @@ def _console_script(words: list[str], home: Path) -> None:
 
 CHECKS: dict[str, Callable[[list[str], Path], None]] = {
     "async-grpo": _console_script,
+    "docker": _docker,
     "kubectl": _kubectl,
     "make": _make,
     "pip": _pip,
     "python": _script,
     "ray": _ray,
     "sbatch": _sbatch,
+    "sky": _sky,
     "watch": _watch,
 }
 PLAIN = (".", "cd", "export", "git", "jq", "pre-commit", "scancel", "squeue")

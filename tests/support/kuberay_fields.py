@@ -63,10 +63,16 @@ class Volume(Fields):
     emptyDir: EmptyDir | None = None
 
 
+class Security(Fields):
+    runAsNonRoot: bool
+    fsGroup: Whole
+
+
 class Pod(Fields):
     containers: list[Container] = Field(min_length=1)
     volumes: list[Volume] = []
     nodeSelector: dict[str, str] = {}
+    securityContext: Security | None = None
     terminationGracePeriodSeconds: Whole | None = None
 
 
