@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from tests.support import commands
+from tests.support.dockerfile import instructions
 from tests.support.kuberay_fields import KINDS, Pod, RayJob, VolumeClaim
 from tests.support.snippets import ROOT
 
@@ -106,6 +107,16 @@ def test_every_pod_has_the_storage_of_the_run(
             assert "/dev/shm" in {mount.mountPath for mount in container.volumeMounts}
         claimed = [one.persistentVolumeClaim for one in pod.volumes if one.persistentVolumeClaim]
         assert [one.claimName for one in claimed] == [claim.metadata.name]
+
+
+def test_the_images_user_may_write_to_the_storage(job: RayJob) -> None:
+    image = instructions(ROOT / "Dockerfile")
+    [user] = [one.rest.partition(":")[0] for one in image if one.word == "USER"]
+    for pod in pods(job):
+        assert pod.securityContext and pod.securityContext.fsGroup == int(user)
+        assert pod.securityContext.runAsNonRoot
+    [name] = {container.image for pod in pods(job) for container in pod.containers}
+    assert name.partition(":")[0].endswith("/async_grpo")
 
 
 def test_a_retry_continues_the_run(job: RayJob, config: Config) -> None:
