@@ -7,6 +7,8 @@ views and metadata at once, and an operation that is not known raises. Nothing o
 but what the code under test says (`wait_stream`, `synchronize`), and what is enqueued keeps no
 memory from being freed.
 
+Several communicators have no order among them: `Order` draws one in which their buckets arrive.
+
 Memory belongs to the stream on which it was allocated. Freed, it may be handed out on that stream
 at once although another stream still reads it, unless that was said (`record_stream`).
 """
@@ -14,10 +16,13 @@ at once although another stream still reads it, unless that was said (`record_st
 from __future__ import annotations
 
 import ctypes
+import random
+import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -27,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import nccl_over_gloo
 from tests.support.nccl_over_gloo import Stream, _current_stream
 
+WAIT_S, BEHIND_S = 20.0, 0.001
+"""Longest wait of a bucket for the one that comes first, and its distance behind it."""
 _aten = torch.ops.aten
 _ALLOCATE = (_aten.empty.memory_format, _aten.empty_strided.default)
 _AT_ONCE = (
@@ -47,7 +54,7 @@ class Gpu(TorchDispatchMode):
     """
 
     def __init__(self, copy_s: float = 0.0) -> None:
-        """copy_s: how long a copy takes, before it reads."""
+        """copy_s: how long a copy takes, or joining tensors, before it reads."""
         super().__init__()
         self.reused = 0
         self._copy_s = copy_s
@@ -78,7 +85,7 @@ class Gpu(TorchDispatchMode):
         if func is _aten.cat.default:
             out = self._empty(torch.cat([part.to("meta") for part in args[0]]))
             target, sources = self.address(out), [self.address(part) for part in args[0]]
-            _current_stream().enqueue(lambda: torch.cat(sources, out=target))
+            _current_stream().enqueue(lambda: self._cat(target, sources))
             return out
         raise NotImplementedError(f"the double of a GPU does not know {func}")
 
@@ -95,11 +102,21 @@ class Gpu(TorchDispatchMode):
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The tensor's memory is used on `stream` too."""
-        self._readers[tensor.untyped_storage().data_ptr()].add(stream)
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._readers:  # allocated here
+            self._readers[address].add(stream)
+
+    def allocated(self) -> int:
+        """Bytes that were ever in use at once, at least."""
+        return sum(map(len, self._blocks))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         time.sleep(self._copy_s)
         target.copy_(source)
+
+    def _cat(self, target: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        time.sleep(self._copy_s)
+        torch.cat(sources, out=target)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         stream, nbytes = _current_stream(), max(like.untyped_storage().nbytes(), 1)
@@ -119,7 +136,7 @@ class Gpu(TorchDispatchMode):
         found = [
             index
             for index, (block, read) in enumerate(free)
-            if len(block) == nbytes and all(done() for done in read)
+            if len(block) >= nbytes and all(done() for done in read)
         ]
         if found:
             self.reused += 1
@@ -129,3 +146,39 @@ class Gpu(TorchDispatchMode):
             self._blocks.append(block)
         self._readers[block.ctypes.data] = set()
         return block
+
+
+class Order:
+    """An order, drawn by a seed, in which the buckets of one publication arrive, which
+    communicators send in turn: of two that are under way together the later one may come first.
+    Set as `nccl_over_gloo.order`. swapped: buckets that arrived after the next one.
+    """
+
+    def __init__(
+        self, seed: int, communicators: Sequence[str], buckets: int, *, longest_s: float = 0.002
+    ) -> None:
+        """longest_s: how long a bucket is on its way, at most."""
+        draw = random.Random(seed)
+        self._communicators, self._counts = list(communicators), Counter[str]()
+        self._delays = [draw.choice((0.0, draw.uniform(0.0, longest_s))) for _ in range(buckets)]
+        self.swapped: set[int] = set()
+        for bucket in range(buckets - 1 if len(communicators) > 1 else 0):
+            if bucket - 1 not in self.swapped and draw.random() < 0.5:
+                self.swapped.add(bucket)
+        self._arrived: set[int] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def __call__(self, communicator: str) -> Iterator[None]:
+        with self._changed:
+            turn = self._counts[communicator]
+            self._counts[communicator] += 1
+            bucket = turn * len(self._communicators) + self._communicators.index(communicator)
+            early = bucket not in self.swapped
+            if not (early or self._changed.wait_for(lambda: bucket + 1 in self._arrived, WAIT_S)):
+                raise TimeoutError(f"bucket {bucket + 1} did not come before bucket {bucket}")
+        time.sleep(self._delays[bucket] + (0.0 if early else BEHIND_S))
+        yield
+        with self._changed:
+            self._arrived.add(bucket)
+            self._changed.notify_all()

@@ -33,10 +33,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,7 +45,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 LIMIT_S = 120.0
 """No wait in here is longer, so that a test which forgets to abort ends with an error."""
-ABORT_WAIT_S = 5.0
+ABORT_WAIT_S, IDLE_S = 5.0, 0.5
+order: Callable[[str], AbstractContextManager[None]] | None = None
+"""Around the transfer of every bucket, on its root, with the communicator's id: a
+`gpu_order.Order`.
+"""
 _POLL_S = 0.0005
 _FAULTS, _LOG = "NCCL_DOUBLE_FAULTS", "NCCL_DOUBLE_LOG"
 _PLUGINS = Path(__file__).parent / "plugins"
@@ -164,7 +169,9 @@ class Stream:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs)
+                if not self._changed.wait_for(lambda: self._jobs, IDLE_S):
+                    self._worker = None
+                    return
                 job = self._jobs[0]
             try:
                 job()
@@ -198,6 +205,11 @@ class Stream:
                 return last not in self._jobs
 
         return reached
+
+    def record_event(self) -> Any:
+        """An event whose `synchronize` waits for all that is enqueued now."""
+        reached = self.reached()
+        return SimpleNamespace(synchronize=lambda: self._wait_for(reached))
 
     def wait_stream(self, other: Stream) -> None:
         reached = other.reached()
@@ -327,7 +339,8 @@ class GlooCommunicator:
             bucket, faults = self._next_bucket()
             self._log("begin", bucket, tensor.nbytes)
             self._suffer(faults)
-            self._transfer(number, tensor, src)
+            with order(self._id) if order and src == self.rank else nullcontext():
+                self._transfer(number, tensor, src)
             if "corrupt" in faults and src != self.rank:
                 _bytes_of(tensor)[min(tensor.nbytes // 2 | 3, tensor.nbytes - 1)] ^= 0x80
             self._log("end", bucket, tensor.nbytes)

@@ -5,7 +5,9 @@ and tests/support/gpu_order.py, where only what is said to wait does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,20 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from async_grpo.config.schema import Deadlines
 from async_grpo.rollout.engine.vllm.nccl import NcclSender
+from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup
+from async_grpo.weights.layout import packs
 from async_grpo.weights.transport import Version, merged_payloads
 from tests.support import nccl_over_gloo
-from tests.support.gpu_order import Gpu
+from tests.support.gpu_order import Gpu, Order
 from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, Receiver, in_thread, make_sender
 
 DEADLINE_S = 30.0
+MOST_RANKS, MODELS = 8, 40
+COUNTS = [24, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(540)])]
+Rows = Sequence[Sequence[int]]
+"""Of each piece of each layer."""
 ROWS, COLUMNS = 100, 100
 """Of a piece: 40 kB, so that a pack of 64 kB ends with its second piece."""
 pytestmark = [
@@ -51,52 +59,63 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
     monkeypatch.setattr(NcclSender, "_send", asynchronously)
     with nccl_over_gloo.installed(tmp_path) as control:
         yield control
+    nccl_over_gloo.order = None
 
 
 class Pieces(nn.Module):
-    """What a learner publishes: `pieces` tensors for each layer."""
+    """What a learner publishes: tensors of `rows[layer][piece]` rows."""
 
-    def __init__(self, layers: int, pieces: int) -> None:
+    def __init__(self, rows: Rows) -> None:
         super().__init__()
-        for name in range(layers * pieces):
-            layer, piece = divmod(name, pieces)
-            weight = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=False)
-            self.register_parameter(f"layer{layer}_{piece}", weight)
+        for layer, pieces in enumerate(rows):
+            for piece, height in enumerate(pieces):
+                weight = nn.Parameter(torch.zeros(height, COLUMNS), requires_grad=False)
+                self.register_parameter(f"layer{layer}_{piece}", weight)
 
 
 class Merged(nn.Module):
     """A layer of an engine, whose pieces lie in one tensor (as gate and up, or experts)."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, pieces: Sequence[int]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(pieces * ROWS, COLUMNS), requires_grad=False)
+        self._pieces = pieces
+        self.weight = nn.Parameter(torch.zeros(sum(pieces), COLUMNS), requires_grad=False)
         self.weight.weight_loader = self.load
 
     def load(self, param: Tensor, loaded_weight: Tensor, piece: int) -> None:
-        param.data.narrow(0, piece * ROWS, ROWS).copy_(loaded_weight)
+        self.piece(param.data, piece).copy_(loaded_weight)
+
+    def piece(self, weight: Tensor, piece: int) -> Tensor:
+        return weight.narrow(0, sum(self._pieces[:piece]), self._pieces[piece])
 
 
 class EngineModel(nn.Module):
     """An engine's model, which vLLM reloads layer by layer."""
 
-    def __init__(self, layers: int, pieces: int) -> None:
+    def __init__(self, rows: Rows) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Merged(pieces) for _ in range(layers))
+        self.layers = nn.ModuleList(Merged(pieces) for pieces in rows)
         record_metadata_for_reloading(self)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            layer, piece = map(int, name.removeprefix("layer").split("_"))
-            weight = self.layers[layer].weight
-            weight.weight_loader(weight, tensor, piece)
+            layer, piece = self.place(name)
+            layer.weight.weight_loader(layer.weight, tensor, piece)
+
+    def held(self, name: str) -> Tensor:
+        layer, piece = self.place(name)
+        return layer.piece(layer.weight, piece)
+
+    def place(self, name: str) -> tuple[Any, int]:
+        layer, piece = map(int, name.removeprefix("layer").split("_"))
+        return self.layers[layer], piece
 
 
 class Sides:
     """W learner ranks with the same weights, and an engine."""
 
-    def __init__(self, ranks: int, layers: int, pieces: int, directory: Path) -> None:
-        self.published, self.served = Pieces(layers, pieces), EngineModel(layers, pieces)
-        self._pieces = pieces
+    def __init__(self, ranks: int, rows: Rows, directory: Path) -> None:
+        self.published, self.served = Pieces(rows), EngineModel(rows)
         save_file(self.published.state_dict(), directory / "model.safetensors")
         self.senders: list[Any] = []
         for rank in range(ranks):
@@ -112,14 +131,21 @@ class Sides:
         joining = [self.receiver.join(), *(in_thread(one.rendezvous) for one in self.senders)]
         assert [future.result(DEADLINE_S) for future in joining][1:] == [""] * ranks
 
-    def publish(self, version: int, gpu: Gpu) -> None:
-        """Publish random weights, without checksums."""
+    def publish(self, version: int, gpu: Gpu, *, ordered: bool = False) -> None:
+        """Publish random weights, without checksums. ordered: they arrive in an order that the
+        version draws.
+        """
         generator = torch.Generator().manual_seed(version)
         for parameter in self.published.parameters():
-            parameter.copy_(torch.randn(ROWS, COLUMNS, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
         [*_, announcement] = [
             one.stage(Version(0, version).label, verify=False) for one in self.senders
         ]
+        if ordered:
+            sizes = packs(
+                self.senders[0]._layout, self.senders[0]._group["packed_buffer_size_bytes"]
+            )
+            nccl_over_gloo.order = Order(version, self.communicators(), len(sizes))
 
         def take() -> None:
             engine = self.receiver.engine
@@ -134,13 +160,15 @@ class Sides:
 
     def wrong(self) -> list[str]:
         """Names of the pieces that the engine holds with other bits than were published."""
-        found = []
-        for index, (name, sent) in enumerate(self.published.named_parameters()):
-            layer, piece = divmod(index, self._pieces)
-            held = self.served.layers[layer].weight[piece * ROWS : (piece + 1) * ROWS]
-            if not torch.equal(held.view(torch.int32), sent.view(torch.int32)):
-                found.append(name)
-        return found
+        return [
+            name
+            for name, sent in self.published.named_parameters()
+            if not torch.equal(self.served.held(name).view(torch.int32), sent.view(torch.int32))
+        ]
+
+    def communicators(self) -> list[str]:
+        """Ids of the senders' groups."""
+        return [one._engine.model_update_group._groups[0]._id for one in self.senders]
 
     def close(self) -> None:
         for sender in self.senders:
@@ -152,9 +180,9 @@ def test_a_layer_of_two_senders_is_loaded_when_both_packs_are_there(
     control: Control, tmp_path: Path, ranks: int
 ) -> None:
     """Two of three layers have pieces in two packs, of which a slow rank sends one."""
-    sides = Sides(ranks, 6, 3, tmp_path)
+    sides = Sides(ranks, [[ROWS] * 3] * 6, tmp_path)
     try:
-        slow = sides.senders[0]._engine.model_update_group._groups[0]._id
+        slow = sides.communicators()[0]
         control.inject({"kind": "slow", "rank": 0, "comm": slow, "seconds": 0.02})
         for version in (1, 2, 3):
             sides.publish(version, Gpu())
@@ -168,7 +196,7 @@ def test_memory_of_a_layer_of_many_packs_is_not_used_again_before_it_is_read(
     control: Control, tmp_path: Path, ranks: int
 ) -> None:
     """A layer's packs lie on both of vLLM's streams; one of them copies them all."""
-    sides = Sides(ranks, 4, 12, tmp_path)
+    sides = Sides(ranks, [[ROWS] * 12] * 4, tmp_path)
     gpu = Gpu(copy_s=0.003)
     try:
         for version in (1, 2):
@@ -177,3 +205,42 @@ def test_memory_of_a_layer_of_many_packs_is_not_used_again_before_it_is_read(
         assert gpu.reused > 0
     finally:
         sides.close()
+
+
+def schedules(count: int, directory: Path) -> dict[int, int]:
+    """Publish in `count` orders, from 1 to 8 senders in turn; how many senders there were, by the
+    orders after which the engine held other bits than were published.
+    """
+    found = {}
+    each = max(3, count // MODELS)
+    for block in range(0, count, each):
+        draw, ranks = random.Random(block), 1 + block // each % MOST_RANKS
+        rows = [[draw.randint(5, 150) for _ in range(draw.choice((1, 2, 5, 9)))] for _ in range(5)]
+        sides = Sides(ranks, rows, directory)
+        gpu = Gpu(copy_s=draw.choice((0.0, 0.001)))
+        try:
+            for version in range(block, min(block + each, count)):
+                sides.publish(version, gpu, ordered=True)
+                if sides.wrong():
+                    found[version] = ranks
+        finally:
+            sides.close()
+    return found
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_order_in_which_buckets_arrive_changes_nothing(
+    control: Control, tmp_path: Path, count: int
+) -> None:
+    assert schedules(count, tmp_path) == {}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_orders_that_change_what_is_loaded_are_drawn(
+    control: Control, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing that says what comes after what."""
+    monkeypatch.setattr(WatchedGroup, "_follow", lambda *_: None)
+    found = schedules(count, tmp_path)
+    print(f"{len(found)} of {count} orders; by senders: {sorted(Counter(found.values()).items())}")
+    assert len(found) > count / 8
