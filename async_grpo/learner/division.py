@@ -15,8 +15,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-GATHER_BYTES = 2**26
-"""Most parameters that `Division.each` makes whole at once, but for a larger item."""
+GATHER_BYTES, GPU_GATHER_BYTES = 2**26, 2**29
+"""Most bytes that `Division.each` makes whole at once, but for a larger item; and in a weight sync
+from GPUs: a layer of a 7B model, of which 2**26 is less than a matrix. With as much that is still
+being copied it is 1 GiB, half of what ZeRO-3 keeps whole while it trains, which is free then.
+"""
 Item = TypeVar("Item")
 
 
@@ -44,10 +47,16 @@ class Division:
         return prod(self.full_shape(parameter))
 
     def each(
-        self, items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]
+        self,
+        items: Sequence[Item],
+        parameters: Callable[[Item], Sequence[nn.Parameter]],
+        *,
+        most: int | None = None,
     ) -> Iterator[Item]:
-        """Yield items whose parameters are whole until the next one is asked for."""
-        for bucket in self._buckets(items, parameters):
+        """Yield items whose parameters are whole until the next one is asked for. most: bytes that
+        are whole at once, if not GATHER_BYTES; the same on every rank.
+        """
+        for bucket in self._buckets(items, parameters, GATHER_BYTES if most is None else most):
             with self.gathered([one for item in bucket for one in parameters(item)]):
                 yield from bucket
 
@@ -71,14 +80,14 @@ class Division:
                 theirs.data.copy_(ours.data)
 
     def _buckets(
-        self, items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]
+        self, items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]], most: int
     ) -> Iterator[list[Item]]:
         """Cut items into units of a gather."""
         bucket: list[Item] = []
         held = 0
         for item in items:
             size = sum(self.size(one) * one.element_size() for one in parameters(item))
-            if bucket and held + size > GATHER_BYTES:
+            if bucket and held + size > most:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(item)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.learner import adapters
-from async_grpo.learner.division import WHOLE, Division
+from async_grpo.learner.division import GPU_GATHER_BYTES, WHOLE, Division
 from async_grpo.learner.file_names import FileNames, Part, Shape
 
 ZERO_RMS = 0.02
@@ -118,9 +118,11 @@ class Published:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
-        is valid until the next. Collective if sharded: every rank must exhaust the iterator.
+        is valid until the next, its memory while it is held. Collective if sharded: every rank must
+        exhaust the iterator.
         """
-        for part, own in self._division.each(self._parts, _parameters):
+        most = None if self.device == "cpu" else GPU_GATHER_BYTES
+        for part, own in self._division.each(self._parts, _parameters, most=most):
             yield from self._names.split(part, [one.merged() for one in own]).items()
 
     @contextmanager

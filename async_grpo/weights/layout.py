@@ -9,6 +9,7 @@ compute checksums with the same function, on any device.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ from async_grpo.runtime.text import listed
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28
 """Weights up to this size get checksums, and so a digest, at every publication (at most 40 ms)."""
+AHEAD_BYTES = 2**29
+"""Weights on a GPU that are still being copied while the next are gathered: as many as are gathered
+at once there (`learner.division`).
+"""
 KEPT_VIEWS = 2
 _ALIGN = 64
 _BLOCK = 2**16
@@ -69,11 +74,18 @@ class Layout:
         self._views: dict[int, list[Tensor]] = {}
 
     def fill(
-        self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]], *, once: bool = False
+        self,
+        buffer: Tensor | None,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        once: bool = False,
+        stream: Any = None,
     ) -> None:
         """Copy the weights into `buffer` [nbytes] uint8, or only exhaust them, as the gather needs
-        of every rank. once: the buffer will not come again, so no view of it is kept.
+        of every rank. once: the buffer will not come again, so no view of it is kept. stream: of a
+        GPU, to copy on into pinned memory while the current one makes the next weights.
         """
+        copies = _Copies(stream)
         views: list[Tensor] | None = None
         if buffer is not None:
             views = [view for _, view in self.tensors(buffer)] if once else self._views_of(buffer)
@@ -85,7 +97,8 @@ class Layout:
                     f"{entry.name} {entry.shape} was announced"
                 )
             if views is not None:
-                views[index].copy_(weight)
+                copies.add(views[index], weight)
+        copies.wait()
 
     def view(self, buffer: Tensor, entry: TensorEntry) -> Tensor:
         """Return the tensor of `entry` inside `buffer`."""
@@ -138,6 +151,35 @@ class Layout:
             names.append(entry.name)
         if names:
             yield WeightBucket(start, self.nbytes, tuple(names))
+
+
+class _Copies:
+    """Copies of weights, on `stream` if there is one: a copy begins when its weight is made, and
+    holds it until it was read. Invariant: after `add` at most `AHEAD_BYTES` are held.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._held = stream, 0
+        self._reading: deque[tuple[Any, Tensor]] = deque()
+
+    def add(self, target: Tensor, weight: Tensor) -> None:
+        """Begin a copy."""
+        if self._stream is None:
+            target.copy_(weight)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(weight, non_blocking=True)
+        self._reading.append((self._stream.record_event(), weight))
+        self._held += weight.nbytes
+        self.wait(AHEAD_BYTES)
+
+    def wait(self, most: int = 0) -> None:
+        """Wait for the oldest copies until no more bytes are held."""
+        while self._reading and self._held > most:
+            read, weight = self._reading.popleft()
+            read.synchronize()
+            self._held -= weight.nbytes
 
 
 def packs(layout: Layout, size: int) -> list[list[int]]:

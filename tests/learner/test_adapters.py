@@ -20,6 +20,7 @@ from async_grpo.learner import adapters, division
 from async_grpo.learner.backend.deepspeed.backend import ZeroDivision
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.packing import response_row
+from async_grpo.learner.weights import Published
 from tests.support.learners import (
     SHARD_ALL,
     Case,
@@ -397,15 +398,17 @@ def test_only_a_bucket_of_the_model_is_whole(
         parameters = list(learner.policy.module.parameters())
         total = sum(ZeroDivision().size(parameter) for parameter in parameters)
         expected, most = copy_weights(learner), []
-        for limit in (2**28, 2**14):
-            monkeypatch.setattr(division, "GATHER_BYTES", limit)
+        for gpu, limit in ((False, 2**28), (False, 2**14), (True, 2**28), (True, 2**14)):
+            monkeypatch.setattr(division, "GATHER_BYTES", 1 if gpu else limit)
+            monkeypatch.setattr(f"{Published.__module__}.GPU_GATHER_BYTES", limit if gpu else 1)
+            monkeypatch.setattr(learner.published, "device", "cuda:0" if gpu else "cpu")
             at_once = []
             for name, weight in learner.published.named_weights():
                 assert torch.equal(weight, expected[name])
                 at_once.append(sum(parameter.numel() for parameter in parameters))
             most.append(max(at_once))
-        assert most[0] == total
-        assert most[1] < total / 4
+        assert most[0] == most[2] == total
+        assert most[1] == most[3] < total / 4
 
 
 def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:

@@ -194,11 +194,11 @@ def overlapped(owner: WatchedOwner, ends: list[float]) -> list[bool]:
 
 def zero3_rank(rank: int, port: int, directory: str, scratch: str) -> None:
     """One of two learner ranks; rank 0's process also holds the receiver."""
-    from async_grpo.learner import division
+    from async_grpo.learner import division, weights
     from async_grpo.learner.learner import Learner
 
     nccl_over_gloo.install()
-    division.GATHER_BYTES = BUFFER_BYTES // 2
+    division.GATHER_BYTES = weights.GPU_GATHER_BYTES = BUFFER_BYTES // 2
     set_rank(rank, 2, port)
     if GPUS:  # a rank of a run sees its GPU alone; these see all, and DeepSpeed takes this one
         os.environ["LOCAL_RANK"] = str(rank)

@@ -6,6 +6,7 @@ and tests/support/gpu_order.py, where only what is said to wait does.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from vllm.distributed.weight_transfer import packed_tensor
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from async_grpo.config.schema import Deadlines
-from async_grpo.rollout.engine.vllm.nccl import NcclSender
+from async_grpo.rollout.engine.vllm.nccl import NcclSender, _Source
 from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup
-from async_grpo.weights.layout import packs
+from async_grpo.weights import layout
+from async_grpo.weights.layout import Layout, packs
 from async_grpo.weights.transport import Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.gpu_order import Gpu, Order
@@ -30,6 +32,8 @@ from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, Receiver, in_thread, make_sender
 
 DEADLINE_S = 30.0
+AT_ONCE = 5
+"""Pieces of a gather, which ends within a pack."""
 MOST_RANKS, MODELS = 8, 40
 COUNTS = [24, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(540)])]
 Rows = Sequence[Sequence[int]]
@@ -50,7 +54,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
     send = NcclSender._send
 
     def asynchronously(sender: NcclSender) -> str:
-        with Gpu():
+        with Gpu(copy_s=getattr(sender._owner, "packing_s", 0.0)):
             return send(sender)
 
     monkeypatch.setattr(
@@ -111,19 +115,69 @@ class EngineModel(nn.Module):
         return self.layers[layer], piece
 
 
+class GatheringOwner(ModuleOwner):
+    """A rank of a sharded model: weights are gathered by `AT_ONCE`, on the collectives' stream, and
+    freed when the next are asked for, as with ZeRO-3. gathering_s, packing_s: how long a gather
+    takes, and joining a pack. copying: to note in `beside` whether it was busy at each gather.
+    """
+
+    sharded = True
+    gathering_s, packing_s = 0.003, 0.0
+    copying: Any = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._collectives = torch.cuda.Stream()
+        self.beside: list[bool] = []
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        pairs = list(super().named_weights())
+        for first in range(0, len(pairs), AT_ONCE):
+            bucket = pairs[first : first + AT_ONCE]
+            whole = self._gathered([weight for _, weight in bucket])
+            yield from zip((name for name, _ in bucket), whole, strict=True)
+            for weight in whole:
+                weight.record_stream(torch.cuda.current_stream())
+            del whole, weight
+
+    def _gathered(self, parts: list[Tensor]) -> list[Tensor]:
+        if self.copying is not None:
+            self.beside.append(not self.copying.query())
+        whole, current = [torch.empty(part.shape) for part in parts], torch.cuda.current_stream()
+        targets = [nccl_over_gloo._thread.gpu.address(weight) for weight in whole]
+
+        def gather() -> None:
+            time.sleep(self.gathering_s)
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part)
+
+        self._collectives.wait_stream(current)
+        self._collectives.enqueue(gather)
+        current.wait_stream(self._collectives)
+        return whole
+
+
 class Sides:
     """W learner ranks with the same weights, and an engine."""
 
-    def __init__(self, ranks: int, rows: Rows, directory: Path) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        rows: Rows,
+        directory: Path,
+        *,
+        owner: type[ModuleOwner] = ModuleOwner,
+        overlap: bool = True,
+    ) -> None:
         self.published, self.served = Pieces(rows), EngineModel(rows)
         save_file(self.published.state_dict(), directory / "model.safetensors")
         self.senders: list[Any] = []
         for rank in range(ranks):
-            owner = ModuleOwner(self.published)
-            owner.rank, owner.world_size = rank, ranks
+            one = owner(self.published)
+            one.rank, one.world_size = rank, ranks
             deadlines = Deadlines(pause_s=10.0, bucket_s=10.0)
             self.senders.append(
-                make_sender(owner, overlap=True, senders="every_rank", deadlines=deadlines)
+                make_sender(one, overlap=overlap, senders="every_rank", deadlines=deadlines)
             )
         [payload] = merged_payloads([one.connect("127.0.0.1", [1]) for one in self.senders])
         self.receiver = Receiver(payload, directory)
@@ -205,6 +259,73 @@ def test_memory_of_a_layer_of_many_packs_is_not_used_again_before_it_is_read(
         assert gpu.reused > 0
     finally:
         sides.close()
+
+
+@pytest.mark.parametrize("times", [(0.006, 0.0), (0.003, 0.006)], ids=["arrived", "read"])
+def test_what_is_gathered_at_once_is_sent_in_two_packs(
+    control: Control, tmp_path: Path, times: tuple[float, float]
+) -> None:
+    """Without a copy, where vLLM packs on two streams: after it has arrived, and before its memory
+    is used again.
+    """
+    sides = Sides(1, [[ROWS] * 4] * 5, tmp_path, owner=GatheringOwner, overlap=False)
+    owner = sides.senders[0]._owner
+    owner.gathering_s, owner.packing_s = times
+    try:
+        for version in (1, 2, 3):
+            sides.publish(version, Gpu())
+            assert sides.wrong() == []
+    finally:
+        sides.close()
+
+
+def test_weights_are_gathered_when_they_are_written_and_ready_when_they_are_yielded(
+    control: Control,
+) -> None:
+    """Also on a rank that does not send, which only asks for them, on the stream of the step."""
+    owner = GatheringOwner(Pieces([[ROWS] * 4] * 5))
+    source, taken = _Source(owner, Layout(owner.weight_metadata())), Pieces([[ROWS] * 4] * 5)
+
+    def step() -> None:
+        time.sleep(0.02)
+        for parameter in owner.model.parameters():
+            parameter.fill_(1.0)
+
+    source.open()
+    with Gpu():
+        torch.cuda.current_stream().enqueue(step)
+        for name, weight in source:
+            taken.get_parameter(name).copy_(weight)
+        torch.cuda.current_stream().synchronize()
+    assert all(bool((parameter == 1.0).all()) for parameter in taken.parameters())
+
+
+def test_a_copy_is_made_beside_the_next_gather_in_bounded_memory(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = AT_ONCE * ROWS * COLUMNS * 4
+    monkeypatch.setattr(layout, "AHEAD_BYTES", gathered)
+    monkeypatch.setattr(layout, "DIGEST_BYTES", 0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    owner = GatheringOwner(Pieces([[ROWS] * 4] * 10))
+    copying, gpu = torch.cuda.Stream(), Gpu(copy_s=0.002)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copying)
+    sender = make_sender(owner, overlap=True)
+    try:
+        sender.connect("127.0.0.1", [1])
+        for version in (1, 2):
+            owner.copying, owner.beside = copying, []
+            for parameter in owner.model.parameters():
+                parameter.copy_(torch.randn(parameter.shape))
+            with gpu:
+                sender.stage(Version(0, version).label, verify=False)
+            copied = dict(sender._share.tensors(sender._memory))
+            for name, sent in owner.model.named_parameters():
+                assert torch.equal(copied[name], sent)
+            assert sum(owner.beside) > len(owner.beside) / 2
+        assert gpu.reused > 0 and gpu.allocated() <= 2 * gathered
+    finally:
+        sender.close()
 
 
 def schedules(count: int, directory: Path) -> dict[int, int]:

@@ -19,10 +19,12 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
 from async_grpo.learner.attention import heads_of
 from async_grpo.learner.batching import REPEATED
+from async_grpo.learner.division import GPU_GATHER_BYTES
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.runtime.parts import needed
+from async_grpo.weights.layout import AHEAD_BYTES
 from async_grpo.weights.transport import PACKED_BYTES
 
 
@@ -184,8 +186,10 @@ def learner_memory(
         piece = int(zero.get("sub_group_size", SUB_GROUP))
         buckets += min(piece, shape.trained // ranks) * GRADIENT
         if ranks > 1:
-            live = int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
-            buckets += min(live, shape.trained + shape.frozen) * size
+            live = int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)) * size
+            if device != "cpu":  # or what a weight sync gathers, and still copies
+                live = max(live, GPU_GATHER_BYTES + AHEAD_BYTES)
+            buckets += min(live, (shape.trained + shape.frozen) * size)
     moved = [key for key in ("offload_optimizer", "offload_param") if _offloads(zero.get(key))]
     has_reference = config.algorithm.uses_reference and config.model.lora is None
     need = LearnerMemory(

@@ -17,6 +17,7 @@ import torch
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import deal
+from async_grpo.learner.division import GPU_GATHER_BYTES
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack, response_row
 from async_grpo.run.preflight.memory import (
@@ -30,6 +31,7 @@ from async_grpo.run.preflight.memory import (
 from async_grpo.tasks.registry import create_task
 from async_grpo.tools.check.dry_run import _episode_warnings
 from async_grpo.tools.check.known_models import known_config, names
+from async_grpo.weights.layout import AHEAD_BYTES
 from tests.support.dry_run_states import config_of, settings
 from tests.support.models import write_model
 from tests.support.verbs import check, train
@@ -360,6 +362,14 @@ def test_a_gpu_needs_more_than_the_states() -> None:
     )
     one = 7_000_000_000 // 8
     assert gpu.buckets == 2 * BUCKET_ELEMENTS + 2 * 10**9 + 4 * one
+    few = {"zero_optimization": {"stage3_max_live_parameters": 10**6}}
+    config.learner.deepspeed.update(few)  # less than a weight sync gathers, and still copies
+    gathers, live = (
+        learner_memory(config, SEVEN, device=device, stage=3).buckets for device in ("cuda", "cpu")
+    )
+    config.learner.deepspeed.clear()
+    assert gpu.buckets - gathers == 2 * 10**9 - (GPU_GATHER_BYTES + AHEAD_BYTES)
+    assert live == 2 * BUCKET_ELEMENTS + 2 * 10**6 + 4 * one
     assert (cpu.publication, cpu.context) == (0, 0)
     assert gpu.publication == 4 * 152_000 * 4096 * 2  # packs of the largest tensor
     assert 2 * gib < gpu.context < 2 * gib + 0.03 * gpu.total

@@ -25,6 +25,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -182,7 +183,9 @@ class NcclSender(WeightSender):
             copy = self._source.copy = self._apart if apart else self._memory
             weights = enumerate(self._owner.named_weights())  # all of them: reading is collective
             own = (pair for index, pair in weights if index in self._own)
-            self._share.fill(copy, own, once=apart)
+            beside = copy is not None and copy.is_pinned()
+            stream = self._source.stream if beside else None
+            self._share.fill(copy, own, once=apart, stream=stream)
             if self._owner.device != "cpu":
                 # the copy is sent from other streams, which do not wait for this one
                 torch.cuda.synchronize(self._owner.device)
@@ -303,8 +306,23 @@ class _Source(WeightSource):
         return [ParamMeta(entry.name, entry.dtype, entry.shape) for entry in self._layout.entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._left:
-            yield name, tensor.to(self._owner.device, non_blocking=True)
+        # vLLM asks on the stream of each pack in turn, and what is gathered at once may be in two
+        self.stream.wait_stream(torch.cuda.current_stream())
+        while True:
+            with torch.cuda.stream(self.stream):
+                name, tensor = next(self._left, ("", None))
+                if tensor is None:
+                    return
+                tensor = tensor.to(self._owner.device, non_blocking=True)
+            pack = torch.cuda.current_stream()
+            pack.wait_stream(self.stream)
+            tensor.record_stream(pack)
+            yield name, tensor
+
+    @cached_property
+    def stream(self) -> Any:
+        """The same for every publication: memory stays with the stream that it was allocated on."""
+        return torch.cuda.Stream(self._owner.device)
 
     def open(self) -> None:
         """Begin a new pass over the tensors."""
