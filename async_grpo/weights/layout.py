@@ -111,15 +111,18 @@ class Layout:
         for entry in self.entries:
             yield entry.name, self.view(buffer, entry)
 
-    def checksums(self, buffer: Tensor) -> list[int]:
-        """One checksum per bucket."""
-        return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
+    def checksums(self, buffer: Tensor, device: str | None = None) -> list[int]:
+        """One checksum per bucket, computed on `device` (None: where the buffer is)."""
+        parts = (buffer[bucket.start : bucket.end] for bucket in self.buckets)
+        return [checksum(part.to(device, non_blocking=True)) for part in parts]
 
-    def sums(self, buffer: Tensor, *, verify: bool) -> tuple[list[int], str]:
+    def sums(
+        self, buffer: Tensor, *, verify: bool, device: str | None = None
+    ) -> tuple[list[int], str]:
         """Checksums to carry (none without `verify`), and digest ("" if large and not verified)."""
         if not verify and self.nbytes > DIGEST_BYTES:
             return [], ""
-        checksums = self.checksums(buffer)
+        checksums = self.checksums(buffer, device)
         return checksums if verify else [], digest(checksums) if checksums else ""
 
     def verify(self, buffer: Tensor, expected: Sequence[int]) -> None:

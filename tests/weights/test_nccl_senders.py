@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer import packed_tensor
 
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import TransferMismatch
-from async_grpo.weights import transport
+from async_grpo.weights import layout, transport
 from async_grpo.weights.layout import Layout, packs
 from async_grpo.weights.transport import (
     Announcement,
@@ -239,6 +239,20 @@ def test_a_rank_that_stops_cuts_all_off_and_a_new_group_mends_it(
         sides.close()
 
 
+def test_checksums_of_a_copy_are_computed_where_the_weights_are(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is in host memory, where they would take seconds for some gigabytes."""
+    owner, devices = ModuleOwner(ManyTensors()), []
+    sender = make_sender(owner, overlap=True)
+    sender._memory = sender._allocate()
+    monkeypatch.setattr(layout, "checksum", lambda data: devices.append(data.device.type) or 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    owner.device = "meta"
+    assert sender.stage(Version(0, 1).label, verify=True).digest
+    assert set(devices) == {"meta"}
+
+
 def test_the_digest_is_of_all_shares() -> None:
     def staged(*digests: str) -> list[Staged]:
         return [Staged(Announcement("v0.1", "nccl", digest=digest)) for digest in digests]
@@ -252,8 +266,8 @@ def test_the_digest_is_of_all_shares() -> None:
 
 
 def test_packs_are_those_of_vllm() -> None:
-    layout = Layout([("a", (4,), "float32"), ("b", (5,), "float32"), ("c", (1,), "float32")])
-    assert packs(layout, 16) == [[0, 1], [2]]
-    assert packs(layout, 15) == [[0], [1], [2]]
-    assert packs(layout, 1000) == [[0, 1, 2]]
-    assert packs(layout, 0) == [[0], [1], [2]]
+    three = Layout([("a", (4,), "float32"), ("b", (5,), "float32"), ("c", (1,), "float32")])
+    assert packs(three, 16) == [[0, 1], [2]]
+    assert packs(three, 15) == [[0], [1], [2]]
+    assert packs(three, 1000) == [[0, 1, 2]]
+    assert packs(three, 0) == [[0], [1], [2]]

@@ -190,7 +190,7 @@ class NcclSender(WeightSender):
                 # the copy is sent from other streams, which do not wait for this one
                 torch.cuda.synchronize(self._owner.device)
             if copy is not None:
-                name = self._share.sums(copy, verify=verify)[1]
+                name = self._share.sums(copy, verify=verify, device=self._owner.device)[1]
         return Announcement(
             label, "nccl", {"verify": verify}, name, self._layout.nbytes, streamed=not self._copied
         )
