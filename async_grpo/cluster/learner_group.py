@@ -5,14 +5,15 @@
 Runs in: the driver (`LearnerGroup`), learner ranks (`LearnerProcess`). Hides the number of ranks: a
 call goes to all of them and returns when all are done. Invariants: every collective call is made on
 every rank; a rank that dies or does not answer ends the call with LearnerLost, since the other
-ranks would wait for it for ever; after `kill` only `start` may be called, and a rank is never
-replaced alone.
+ranks would wait for it for ever; a GPU that is out of memory ends the run, as it would be again;
+after `kill` only `start` may be called, and a rank is never replaced alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # torch, which only a rank needs
 
 TRANSFER, SAVING = "transfer", "saving"
 CLOSE_TIMEOUT_S = 10.0
+OUT_OF_MEMORY = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 DEATH_NOTICE_S = 10.0
 """Seconds for Ray to tell that a rank is dead, once another complains of a broken connection."""
 
@@ -269,6 +271,7 @@ class LearnerGroup:
         }
         self._handles: list[Any] = []
         self._serves = asyncio.Event()
+        self.less_memory: Callable[[], str] = lambda: "`async-grpo check` shows the parts"
         self.calls = Calls()
         """The calls under way, for post-mortems."""
         self.state: dict[str, Any] | None = None
@@ -441,7 +444,12 @@ class LearnerGroup:
         try:
             with self.calls.under_way(what, calls) as late:
                 return await self._within(asyncio.gather(*calls), deadline, what, late)
-        except ray.exceptions.RayTaskError:
+        except ray.exceptions.RayTaskError as error:
+            if OUT_OF_MEMORY.search(said := str(error.cause)):
+                raise SetupError(
+                    f"a learner rank ran out of GPU memory during {what} "
+                    f"({said.partition(' GPU ')[0]}): {self.less_memory()}"
+                ) from error
             # a rank that dies breaks the connections of the others, whose error may come first
             if len(calls) > 1 and (death := await _death(calls)) is not None:
                 raise self._lost(what, death) from death

@@ -119,6 +119,14 @@ async def reserve(config: Config, session: RaySession) -> Places:
     return Places(session, placement, backend, learners, [option for [option] in engines])
 
 
+def _less_memory(config: Config, model_dir: str, places: Places) -> str:
+    """Name settings with which a learner rank needs less."""
+    from async_grpo.run.preflight.fit import what_helps
+    from async_grpo.run.preflight.memory import shape_of
+
+    return what_helps(config, shape_of(config, model_dir), places.placement, places.backend, most=0)
+
+
 class System:
     """All parts of one start of a run. Made on the event loop that it belongs to."""
 
@@ -181,6 +189,7 @@ class System:
             key=facts.key,
             total_updates=facts.total_steps * config.updates_per_step,
         )
+        self.learner.less_memory = partial(_less_memory, config, facts.model_dir, places)
         self.coordinator = Coordinator(
             config,
             learner=self.learner,

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
 from async_grpo.cluster.deaths import is_death, told
 from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
 from async_grpo.run.ending import coded
 from tests.support.mortal import World, run, settings
+from tests.support.wiring import tiny_model
 
 MEMORY = """1 worker(s) were killed due to the node running low on memory. Memory on the node \
 (IP: 10.0.0.2, ID: a37) was 22.40GB used / 23.59GB limit (0.949555)
@@ -30,6 +33,8 @@ WORDS = """The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes \
 include: (1) the process was killed by the OOM killer due to high memory usage, (2) ray stop."""
+FULL = """CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB \
+of which 1.20 GiB is free. Process 7 has 77.90 GiB memory in use."""
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "died": lambda: ray.exceptions.RayActorError(error_msg=WORDS),
     "unavailable": lambda: ray.exceptions.ActorUnavailableError("RpcError: Socket closed", None),
@@ -164,6 +169,37 @@ async def test_a_rank_that_complains_of_a_dead_one_is_not_the_dead_one(tmp_path:
         ]
         with pytest.raises(expected, match="short of memory" if other else "connection reset"):
             await group._all("update")
+
+
+@pytest.mark.parametrize("phase", ["load", "check", "first weights", "update", "save"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_learner_without_gpu_memory_is_a_sentence_with_what_helps_and_no_restart(
+    tmp_path: Path, phase: str, ranks: int
+) -> None:
+    """It would be again."""
+    config = settings(tmp_path, ranks=ranks)
+    config = Config.model_validate(config.model_dump() | {"model": {"path": tiny_model()}})
+    full = ray.exceptions.RayTaskError("train", "trace", torch.OutOfMemoryError(FULL))
+    world = World(config, ("learner", *LEARNER[phase], full.as_instanceof_cause()))
+    ended, at_stop = run(world)
+    assert ended is not None and at_stop is None and not world.listener.faults
+    code, message = coded(ended)
+    assert code == 2 and "\n" not in message
+    assert re.match(
+        r"a learner rank ran out of GPU memory during the learner's (call )?\w+( .+)? \(CUDA out "
+        r"of memory. Tried to allocate 2.00 GiB.\): use a smaller model; `async-grpo check` shows "
+        r"the parts",
+        message,
+    ), message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), torch.OutOfMemoryError("host")])
+def test_another_error_of_a_learner_is_no_lack_of_gpu_memory(
+    tmp_path: Path, error: Exception
+) -> None:
+    raised = ray.exceptions.RayTaskError("train", "trace", error).as_instanceof_cause()
+    ended, _ = run(World(settings(tmp_path), ("learner", "train", 1, raised)))
+    assert ended is not None and coded(ended)[0] == 1
 
 
 @pytest.mark.parametrize(("call", "kind"), cases("rollout", ENGINE, "unavailable memory"))

@@ -265,7 +265,7 @@ class World:
             weights={"correct": 1.0, "format": 0.5},
             problems=9,
             fingerprint="f",
-            model_dir="m",
+            model_dir=str(self.config.model.path),
             origin=Origin(None, 0),
             key="mortal",
         )

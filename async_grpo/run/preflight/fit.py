@@ -115,15 +115,9 @@ def too_large(
     need = needed_bytes(config, shape, placement, backend)
     if need > learner:
         both = "and an engine that share a GPU need" if placement.colocated else "needs"
-        remedies = _remedies(config, shape, placement, backend)
-        helps = [(what, other) for what, other in remedies if need - other >= (need - learner) / 10]
-        helps.sort(key=lambda one: one[1] > learner)  # what is enough comes first
-        less = [f"{what} ({size_text(need - other)} less)" for what, other in helps]
-        if all(other > learner for _, other in helps):
-            less.append("a smaller model")
         yield (
             f"a learner rank {both} about {size_text(need)} and a GPU has {size_text(learner)}: "
-            f"use {', or '.join(less)}; `async-grpo check` shows the parts"
+            f"{what_helps(config, shape, placement, backend, most=learner)}"
         )
     engine, one = _engine(config, shape, backend)
     share = config.cluster.engine.gpu_memory_utilization
@@ -135,6 +129,20 @@ def too_large(
             f"{size_text(share * engines)} (cluster.engine.gpu_memory_utilization {share:g} of a "
             "GPU): raise cluster.engine.tensor_parallel_size"
         )
+
+
+def what_helps(
+    config: Config, shape: Shape, placement: Placement, backend: str, *, most: int
+) -> str:
+    """Name settings with which a learner rank needs less. most: bytes that are enough."""
+    need = needed_bytes(config, shape, placement, backend)
+    remedies = _remedies(config, shape, placement, backend)
+    helps = [(what, other) for what, other in remedies if need - other >= (need - most) / 10]
+    helps.sort(key=lambda one: one[1] > most)  # what is enough comes first
+    less = [f"{what} ({size_text(need - other)} less)" for what, other in helps]
+    if all(other > most for _, other in helps):
+        less.append("a smaller model")
+    return f"use {', or '.join(less)}; `async-grpo check` shows the parts"
 
 
 def _remedies(

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.cluster.placement import Node, place
 from async_grpo.config.schema import Config
-from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large
+from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large, what_helps
 from async_grpo.run.preflight.memory import Shape, shape_of
 from async_grpo.tools.check.dry_run import assumed_nodes
 from async_grpo.tools.check.known_models import known_config
@@ -253,3 +253,12 @@ def test_what_is_not_enough_comes_last() -> None:
     )
     [sentence] = chosen(config, known("Qwen2.5-7B", config), "gpus=1,memory=24")[2]
     assert sentence.endswith("or a smaller model; `async-grpo check` shows the parts")
+
+
+def test_what_helps_a_learner_whose_estimate_was_too_low() -> None:
+    config = config_of(learner={"tokens_per_micro_batch": 16384, "gradient_checkpointing": False})
+    placement = place(config, assumed_nodes("gpus=1,memory=80"))
+    said = what_helps(config, known("Qwen2.5-0.5B", config), placement, "ipc", most=0)
+    assert "use learner.gradient_checkpointing=true (" in said
+    assert "model.lora={}" in said and "zero_stage" not in said
+    assert said.endswith(", or a smaller model; `async-grpo check` shows the parts")
