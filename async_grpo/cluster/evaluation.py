@@ -90,7 +90,8 @@ class Evaluations:
                     while not (engines := self._coordinator.serving()):
                         await alone()
                         await asyncio.sleep(POLL_S)
-                    left, answered, shown = await self._share(engines, left, total=total)
+                    async with self._actors.gpu.turn("engines"):
+                        left, answered, shown = await self._share(engines, left, total=total)
                     outcomes += answered
                     rows += shown
         except TimeoutError as error:
@@ -177,7 +178,8 @@ class Evaluations:
             engines = [pin.engine] if await self._tell(pin.engine, pin.engine.handle.rest) else []
         if not engines:
             return None
-        left, outcomes, rows = await self._share(engines, list(range(total)), total=total)
+        async with self._actors.gpu.turn("engines"):
+            left, outcomes, rows = await self._share(engines, list(range(total)), total=total)
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:

@@ -34,6 +34,7 @@ from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import (
     Announcement,
     Staged,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:  # torch, which only a rank needs
 TRANSFER, SAVING = "transfer", "saving"
 CLOSE_TIMEOUT_S = 10.0
 OUT_OF_MEMORY = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+FREED_S = 3.0
+"""Seconds after which the memory of a killed rank is free."""
 DEATH_NOTICE_S = 10.0
 """Seconds for Ray to tell that a rank is dead, once another complains of a broken connection."""
 
@@ -139,7 +142,8 @@ class LearnerProcess:
         if device != "cpu" and TRANSPORTS[backend].colocated:
             cache = ENGINE.kv_cache_gb(self._config, device=device, backend=backend) or 0.0
             weights = Layout(learner.published.weight_metadata()).nbytes
-            leave_room(weights + int(cache * 2**30) + ENGINE.gpu_bytes)
+            asleep = self._config.cluster.engine.sleep is True
+            leave_room(ENGINE.gpu_bytes + (0 if asleep else weights + int(cache * 2**30)))
         sender = make_sender(
             backend, learner.published, config=self._config, key=key, pushing=ENGINE.pushing_sender
         )
@@ -258,9 +262,13 @@ class LearnerGroup:
         backend: str,
         key: str,
         total_updates: int,
+        gpu: Apart | None = None,
     ) -> None:
-        """options: Ray's, one per rank. queue: the handle from which ranks fetch their groups."""
+        """options: Ray's, one per rank. queue: the handle from which ranks fetch their groups. gpu:
+        whose turn it is on GPUs that engines share.
+        """
         self._config, self._queue = config, queue
+        self._gpu, self._resident = gpu or Apart(), False  # resident: its memory is on the GPUs
         self._placement, self._options = placement, options
         self._setup = {
             "model_dir": model_dir,
@@ -279,6 +287,11 @@ class LearnerGroup:
 
     async def start(self, checkpoint: str | None) -> None:
         """Start all ranks, and load the model or the checkpoint."""
+        async with self._gpu.turn("learner"):
+            self._resident = True
+            await self._start(checkpoint)
+
+    async def _start(self, checkpoint: str | None) -> None:
         actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
         self._handles = [
             actor.options(**option).remote(
@@ -305,8 +318,29 @@ class LearnerGroup:
     def kill(self) -> None:
         """End all ranks at once; calls that are under way raise LearnerLost."""
         self._serves.clear()
+        self._resident = False
         for handle in self._handles:
             ray.kill(handle)
+
+    async def give_back(self) -> None:
+        """See `Lender.give_back`."""
+        if not self._resident:
+            return
+        self._resident = False
+        try:
+            if self._serves.is_set():
+                await self._all("call", "give_back")
+                return
+        except (LearnerLost, ray.exceptions.RayError):
+            pass  # the next call finds that it is gone
+        self.kill()
+        await asyncio.sleep(FREED_S)
+
+    async def take_back(self) -> None:
+        """See `Lender.take_back`."""
+        if not self._resident and self._serves.is_set():
+            await self._all("call", "take_back")
+            self._resident = True
 
     async def back(self) -> None:
         """Wait until lost ranks have been started again, or the run has ended."""
@@ -314,25 +348,23 @@ class LearnerGroup:
 
     async def prepare(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         """Let every rank fetch its sequences. Token KL summed per sequence, if rewarded."""
-        calls = [
-            handle.call.remote("prepare", plan)
-            for handle, plan in zip(self._handles, plans, strict=True)
-        ]
-        sums = await self._answers("call prepare", calls)
+        async with self._gpu.turn("learner"):
+            calls = [
+                handle.call.remote("prepare", plan)
+                for handle, plan in zip(self._handles, plans, strict=True)
+            ]
+            sums = await self._answers("call prepare", calls)
         return {key: value for rank in sums for key, value in rank.items()}
 
     async def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float
     ) -> list[dict[str, Any]]:
         """Make the step's optimizer steps; metrics of each rank in the wire form of MetricSums."""
-        calls = [
-            handle.call.remote("train", values, kl_coef, lr_factor) for handle in self._handles
-        ]
-        return await self._answers("call train", calls)
+        return await self._in_turn("call", "train", values, kl_coef, lr_factor)
 
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
         """Write learner and exported model of all ranks. Raises StorageFailure."""
-        return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
+        return _unless_failed(await self._in_turn("write_checkpoint", directory, state))[0]
 
     async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
         """Write the files into `directory` during training; lists them. Raises StorageFailure."""
@@ -354,7 +386,9 @@ class LearnerGroup:
         """Copy the weights out of the model, and compute their log-probs of the sequences."""
         deadline = self._config.weight_sync.deadlines.stage_s
         return merged_stage(
-            await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline)
+            await self._in_turn(
+                "stage", label, verify=verify, sequences=sequences, timeout_s=deadline
+            )
         )
 
     async def stage_perturbed(
@@ -366,7 +400,7 @@ class LearnerGroup:
         """
         try:
             return merged_stage(
-                await self._all(
+                await self._in_turn(
                     "stage_perturbed",
                     label,
                     scale=scale,
@@ -398,13 +432,13 @@ class LearnerGroup:
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
         """Compute log-probs of (prompt, response) token lists under the current weights."""
-        return (await self._all("call", "logprobs", sequences))[0]
+        return (await self._in_turn("call", "logprobs", sequences))[0]
 
     async def get_weights(self) -> dict[str, Any]:
         """Copy the weights of now: full torch tensors in host memory, under Hugging Face names,
         adapters merged, a tied head left out.
         """
-        return (await self._all("weights"))[0]
+        return (await self._in_turn("weights"))[0]
 
     async def pids(self) -> list[int]:
         """Process ids of the ranks."""
@@ -427,6 +461,11 @@ class LearnerGroup:
     def _behind_a_step_s(self) -> float:
         """Seconds for a call that may come while a rank trains a step, and has to wait for it."""
         return 2 * self._config.watchdog.step_timeout_s
+
+    async def _in_turn(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Let all ranks compute something, on GPUs that are theirs meanwhile."""
+        async with self._gpu.turn("learner"):
+            return await self._all(method, *args, **kwargs)
 
     async def _all(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any

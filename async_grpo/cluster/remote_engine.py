@@ -55,6 +55,8 @@ class RemoteEngine:
     """Label of the last weights that the engine took."""
     max_num_seqs: int = 0
     """Responses that it generates at the same time; known once it has started."""
+    asleep: bool = False
+    """Whether it may sleep."""
     _gone: asyncio.Future[Any] = field(default_factory=lambda: asyncio.Future())
 
     def give_up(self, error: BaseException) -> None:
@@ -85,8 +87,19 @@ class RemoteEngine:
         except (ray.exceptions.RayError, TimeoutError) as error:
             return Receipt("", "torn", f"the bytes did not reach its node: {last_line(error)}")
         receipt = await self._repeated(lambda: self.handle.receive.remote(local))
-        self.acknowledged = receipt.serving if not receipt.failure else self.acknowledged
+        if not receipt.failure:
+            self.acknowledged, self.asleep = receipt.serving, False
         return receipt
+
+    async def sleep(self) -> None:
+        """Let the engine give the GPU's memory back."""
+        self.asleep = True  # also where the call is cut off
+        await self._repeated(lambda: self.handle.sleep.remote())
+
+    async def wake(self) -> None:
+        """Let the engine go on with the weights that it serves."""
+        await self._repeated(lambda: self.handle.wake.remote())
+        self.asleep = False
 
     async def attend(self, announcement: Announcement) -> Receipt:
         """Let the engine take part in a publication that is pushed, without loading it."""

@@ -49,6 +49,7 @@ from async_grpo.runtime.listener import FailureHandler, RunListener, long_wait
 from async_grpo.runtime.text import last_line
 from async_grpo.tasks.base import Prompt
 from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import TornTransfer
 
 Result = TypeVar("Result")
@@ -71,9 +72,11 @@ class ActorManager:
         client: DriverQueue,
         listener: RunListener,
         failures: FailureHandler,
+        gpu: Apart | None = None,
     ) -> None:
-        """failures: told when the run cannot go on."""
+        """failures: told when the run cannot go on. gpu: whose turn it is on shared GPUs."""
         self._config, self._slots = config, slots
+        self.gpu = gpu or Apart()
         self._client = client
         self._listener, self._failures = listener, failures
         self._alive: list[RemoteEngine] = []
@@ -221,13 +224,14 @@ class ActorManager:
         engines = self.alive()
         if not engines:
             raise RunError("no rollout actor is alive now; ask again")
-        calls = [
-            engines[index % len(engines)].handle.generate.remote(prompt, sampling)
-            for index, prompt in enumerate(prompts)
-        ]
         limit = self._config.watchdog.step_timeout_s
         try:
-            return await asyncio.wait_for(asyncio.gather(*calls), limit)
+            async with self.gpu.turn("engines"):
+                calls = [
+                    engines[index % len(engines)].handle.generate.remote(prompt, sampling)
+                    for index, prompt in enumerate(prompts)
+                ]
+                return await asyncio.wait_for(asyncio.gather(*calls), limit)
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RunError) else error) from error
         except ray.exceptions.RayError as error:
@@ -280,6 +284,26 @@ class ActorManager:
         if slot is not None and not slot.leaving and not self._stopping:
             slot.filling = self._spawn(self._replace(slot, fault + findings_of(seen)))
 
+    async def sleep(self) -> None:
+        """See `Sleepers.sleep`."""
+        loaded = [one for one in self._slots.processes() if one.max_num_seqs]
+        await asyncio.gather(*[self._let(one, one.sleep) for one in loaded])
+
+    async def wake(self) -> None:
+        """See `Sleepers.wake`."""
+        asleep = [one for one in self._slots.processes() if one.asleep]
+        await asyncio.gather(*[self._let(one, one.wake) for one in asleep])
+
+    async def _let(self, engine: RemoteEngine, call: Callable[[], Awaitable[None]]) -> None:
+        """Let an engine sleep or wake; drop one that does not."""
+        try:
+            async with asyncio.timeout(self._config.weight_sync.deadlines.acknowledge_s):
+                await call()
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            if engine in self._alive and self._publications is not None:
+                await self.drop(engine.actor_id, error)
+            self._slots.kill(engine)  # also one that is not in the set yet
+
     async def stop(self) -> None:
         """Stop all actors and their engines; kill those that do not answer within the deadline."""
         self._stopping = True
@@ -308,7 +332,7 @@ class ActorManager:
                 if loaded:
                     await asyncio.wait_for(engine.answer(), health_s)
                 else:
-                    await self._slots.load(engine)
+                    await self._load(engine)
                 return
             except (TimeoutError, ray.exceptions.RayError) as error:
                 if not loaded and not is_death(error):
@@ -319,6 +343,10 @@ class ActorManager:
                 return
             slot.engine = None
             self._listener.note(f"{fault}; another actor replaces it")
+
+    async def _load(self, engine: RemoteEngine) -> None:
+        async with self.gpu.turn("engines", wake=False):
+            await self._slots.load(engine)
 
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
@@ -447,7 +475,7 @@ class ActorManager:
         started = time.monotonic()
         assert self._publications is not None, "begin() comes first"
         try:
-            await self._slots.load(engine)
+            await self._load(engine)
             self._spawn(self._probe(engine))
             await self._publications.join(engine, lambda: self._alive.append(engine))
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:

@@ -265,6 +265,12 @@ def _cluster(config: Config) -> Iterator[str]:
         yield f"`cluster.engine.vllm.{name}` {why}."
     if cluster.device == "cpu":
         yield from speculation_on_cpu(config)
+    apart = cluster.device == "cpu" or cluster.layout == "split"
+    if cluster.engine.sleep is True and (apart or config.replay.max_staleness > 1):
+        yield (
+            "`cluster.engine.sleep: true` lets learner and engine take turns on one GPU: set it to "
+            "auto, or `cluster.layout` to colocated and `replay.max_staleness` to 1."
+        )
     yield from _transport(config)
     if cluster.layout == "colocated":
         yield from _colocated(config, config.learner.ranks)

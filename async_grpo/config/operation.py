@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
 
@@ -129,9 +129,18 @@ class EngineConfig(Section):
     """Responses generated at the same time by one engine; null: 256 on CPU, on a GPU what vLLM
     chooses by its memory (1024 from 70 GiB, else 256).
     """
-    kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner
-    shares, else vLLM's own choice.
+    kv_cache_gb: Annotated[
+        Literal["auto"] | Annotated[float, Field(gt=0)],
+        BeforeValidator(lambda given: "auto" if given is None else given),
+    ] = "auto"
+    """KV cache per engine GPU or process in GiB; `auto`: 0.25 on CPU; on a GPU that the learner
+    shares what the estimate leaves, at least 4; else vLLM's own choice.
+    """
+    sleep: Literal["auto"] | bool = "auto"
+    """Take turns on GPUs that the learner shares: engines give their memory back while it computes,
+    the learner while they generate. `auto`: where both do not fit together and
+    `replay.max_staleness` is 0 or 1. `layout` says who shares, not when; turns cost copies, and
+    groups get `watchdog.step_timeout_s` longer.
     """
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that an engine may use. On a GPU that the learner shares it takes

@@ -20,6 +20,7 @@ _BY_OURS = {
     "gpu_memory_utilization": "cluster.engine.gpu_memory_utilization",
     "hf_overrides": "model.lm_head_fp32",
     "kv_cache_memory_bytes": "cluster.engine.kv_cache_gb",
+    "enable_sleep_mode": "cluster.engine.sleep",
     "max_model_len": _LENGTHS,
     "max_num_seqs": "cluster.engine.max_num_seqs",
     "model": "model.path",

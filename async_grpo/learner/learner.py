@@ -36,6 +36,7 @@ from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, mic
 from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
 from async_grpo.learner.kernels import fuse
+from async_grpo.learner.lending import LentMemory
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
 from async_grpo.learner.prefetch import ahead
@@ -110,6 +111,7 @@ class Learner:
         self._rows: dict[RowKey, LearnerRow] = {}
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
+        self._lent = LentMemory(self._torch_device)
         self.sharded = self._division.sharded
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
@@ -533,6 +535,15 @@ class Learner:
             factors = (one for one in self.policy.module.parameters() if one.requires_grad)
             exported += sum(self._division.size(one) for one in factors) * self._dtype.itemsize
         return int(1.1 * (saved + exported)) + 2**24
+
+    def give_back(self) -> None:
+        """Leave the device's memory to an engine until `take_back`."""
+        reference = None if self._reference is None else self._reference.module
+        self._lent.give(*self._backend.holders(), reference)
+
+    def take_back(self) -> None:
+        """Have all on the device again, as it was."""
+        self._lent.back()
 
     def close(self) -> None:
         """Free the model and leave the process group."""

@@ -14,6 +14,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,8 @@ class EngineHost:
         """Of the reward components."""
         self._changed = asyncio.Event()
         """Something happened that may be waited for, such as new weights."""
+        self._sleep = ExitStack()
+        """Open while the engine sleeps."""
 
     @property
     def parts(self) -> Parts:
@@ -144,10 +147,24 @@ class EngineHost:
         """Take and serve the announced weights."""
         with self._time.during("paused"):
             receipt = await self.parts.engine.receive(announcement)
+        if not receipt.failure:
+            self._sleep.close()
         self._paused_s += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens
         self._changed.set()
         return receipt
+
+    async def sleep(self) -> None:
+        """Let the engine give the GPU's memory back."""
+        lost = await self.parts.engine.sleep()
+        self._counts["reprefilled"] += lost
+        self._sleep.close()
+        self._sleep.enter_context(self._time.during("paused"))
+
+    async def wake(self) -> None:
+        """Let the engine go on with the weights that it serves."""
+        await self.parts.engine.wake()
+        self._sleep.close()
 
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int

@@ -60,6 +60,7 @@ from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.deliveries import ATTEMPTS
+from async_grpo.weights.shared_gpu import SharedGpu
 from async_grpo.weights.transport import TransferStuck, fallback_directory, resolve_backend
 
 POLL_S = 0.1
@@ -144,6 +145,7 @@ class System:
         self._queue_open = self._producing = False
         self.queue_restarts = 0
         session, placement = places.session, places.placement
+        shared = SharedGpu() if config.cluster.engine.sleep is True else None
         self._session = session
         # on CPU all of them run on the driver's machine
         self.cores = len(os.sched_getaffinity(0)) if placement.device == "cpu" else None
@@ -177,7 +179,7 @@ class System:
             relays=self._relays,
         )
         self.actors = ActorManager(
-            config, slots=slots, client=self.queue, listener=listener, failures=self
+            config, slots=slots, client=self.queue, listener=listener, failures=self, gpu=shared
         )
         self.learner = LearnerGroup(
             config,
@@ -188,8 +190,16 @@ class System:
             backend=places.backend,
             key=facts.key,
             total_updates=facts.total_steps * config.updates_per_step,
+            gpu=shared,
         )
         self.learner.less_memory = partial(_less_memory, config, facts.model_dir, places)
+        if shared is not None:
+            shared.between(
+                take=self.learner.take_back,
+                give=self.learner.give_back,
+                sleep=self.actors.sleep,
+                wake=self.actors.wake,
+            )
         self.coordinator = Coordinator(
             config,
             learner=self.learner,
@@ -198,6 +208,7 @@ class System:
             live=lambda version, digest: self.queue.call(ReplayQueue.live, version, digest),
             exact=placement.device == "cpu" and config.model.dtype != "bfloat16",
             listener=listener,
+            gpu=shared,
         )
         self._samples = TrainingSamples(
             config,

@@ -38,6 +38,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.errors import TransferMismatch
 from async_grpo.weights.fan_out import EngineHandle
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Staged, TokenSequence
 
 SELF_CHECK_SCALES = (0.0125, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8)
@@ -253,8 +254,10 @@ class LoadPathCheck:
         tolerance: Tolerance,
         backend: str,
         deliver: Callable[[Sequence[EngineHandle], Announcement], Awaitable[None]],
+        gpu: Apart,
     ) -> None:
         """deliver(engines, announcement): returns when all of them have it, or raises."""
+        self._gpu = gpu
         self._config, self._backend = config, backend
         self._learner, self._deliver = learner, deliver
         self._tolerance = tolerance
@@ -397,7 +400,10 @@ class LoadPathCheck:
     async def _within(self, engine: EngineHandle, work: Awaitable[Any]) -> Any:
         seconds = self._config.weight_sync.deadlines.acknowledge_s
         try:
-            async with asyncio.timeout(seconds):  # which swallows no cancellation
+            async with (
+                self._gpu.turn("engines"),
+                asyncio.timeout(seconds),
+            ):  # swallows no cancellation
                 return await work
         except TimeoutError as error:
             raise TimeoutError(
@@ -412,8 +418,9 @@ class DriftProbe:
     sequences: the fixed responses. owed: engines whose last answer could not be compared.
     """
 
-    def __init__(self, config: Config, tolerance: Tolerance) -> None:
+    def __init__(self, config: Config, tolerance: Tolerance, gpu: Apart) -> None:
         self._settings, self._tolerance = config.weight_sync, tolerance
+        self._gpu = gpu
         self.sequences: list[TokenSequence] = []
         self.owed: set[str] = set()
         self._expected: dict[str, list[np.ndarray]] = {}
@@ -470,7 +477,8 @@ class DriftProbe:
 
     async def _ask(self, engine: EngineHandle) -> None:
         self.owed.add(engine.actor_id)
-        async with asyncio.timeout(self._settings.deadlines.acknowledge_s):
+        limit = self._settings.deadlines.acknowledge_s
+        async with self._gpu.turn("engines"), asyncio.timeout(limit):
             scored = await engine.score(self.sequences)
         labels = {label for own, _ in scored for label in own}
         if len(labels) != 1 or (label := labels.pop()) not in self._expected:

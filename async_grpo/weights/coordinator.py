@@ -44,6 +44,7 @@ from async_grpo.weights.deliveries import (
 )
 from async_grpo.weights.fan_out import Engine, consume_exception
 from async_grpo.weights.pinning import EngineSet, Pin, ServingEngines, wait_unpinned
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence, Version, parse_label
 
 
@@ -71,10 +72,13 @@ class Coordinator(Generic[Engine]):
         exact: bool,
         listener: RunListener,
         run_epoch: int = 0,
+        gpu: Apart | None = None,
     ) -> None:
-        """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
+        """exact: learner and engines compute in float32. live(step, digest): tell the queue. gpu:
+        whose turn it is on shared GPUs.
+        """
         self._settings, self._listener = config.weight_sync, listener
-        self._learner, self._engines = learner, ServingEngines(engines)
+        self._learner, self._engines = learner, ServingEngines(engines, gpu or Apart())
         tolerance = Tolerance(exact)
         delivery = PushDelivery if TRANSPORTS[backend].pushes else PullDelivery
         self._delivery: WeightDelivery[Engine] = delivery(
@@ -92,7 +96,7 @@ class Coordinator(Generic[Engine]):
         self._lost: LearnerLost | None = None
         self._running: asyncio.Task[None] | None = None
         self._pin: Pin[Engine] | None = None
-        self._probe = DriftProbe(config, tolerance)
+        self._probe = DriftProbe(config, tolerance, self._engines.gpu)
         self.held: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while the learner waits for an evaluation that holds the newest version: the wait
         is a cost of the evaluation, not of the publication.
@@ -264,15 +268,19 @@ class Coordinator(Generic[Engine]):
         self._lost = error
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: raise findings of publications and drift probes; where the
-        transport pushes, form a new group with newcomers and send all of it the current weights,
-        `version`; also where an engine has come back, and the next publication is steps away.
+        """Between learner steps: raise findings of publications and drift probes; wake engines, but
+        not before weights that are on their way; where the transport pushes, form a new group with
+        newcomers and send all of it the current weights, `version`; also where an engine has come
+        back, and the next publication is steps away.
         """
         self._probe.raise_findings()
         if self._lost is not None:
             raise self._lost
         if self._running is not None and self._running.done():
             await self.wait()
+        if not self._lock.locked():
+            async with self._engines.gpu.turn("engines"):
+                pass
         if self._delivery.waits(long=self._settings.every_steps > 1):
             await self.wait()
             async with self._lock:

@@ -138,7 +138,12 @@ class WeightDelivery(ABC, Generic[Engine]):
         """What was delivered last."""
         self.times = PublicationTimes()
         self.check = LoadPathCheck(
-            config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to
+            config,
+            learner=learner,
+            tolerance=tolerance,
+            backend=backend,
+            deliver=self._deliver_to,
+            gpu=engines.gpu,
         )
 
     def serving(self) -> list[Engine]:
@@ -303,17 +308,18 @@ class WeightDelivery(ABC, Generic[Engine]):
         """Call engines and learner; raises for wrong bytes or names, and for a learner that hangs.
         hurried: engines notice another's failure by themselves; else at `seconds` only.
         """
-        outcome = await call_all(
-            engines,
-            call,
-            learner=learner,
-            seconds=seconds,
-            grace_s=grace(self._settings.deadlines) if hurried else None,
-            what=what,
-            note=self._listener.note,
-            # those that usually take long are not worth a line each
-            late_s=max(LATE_S, 3 * self.times.wall / max(1, self.times.count)),
-        )
+        async with self._engines.gpu.turn("engines", wake=False):
+            outcome = await call_all(
+                engines,
+                call,
+                learner=learner,
+                seconds=seconds,
+                grace_s=grace(self._settings.deadlines) if hurried else None,
+                what=what,
+                note=self._listener.note,
+                # those that usually take long are not worth a line each
+                late_s=max(LATE_S, 3 * self.times.wall / max(1, self.times.count)),
+            )
         if outcome.learner_hangs:
             raise TransferStuck(
                 f"{outcome.learner}, and a communicator that cannot be aborted cannot be "

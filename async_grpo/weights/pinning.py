@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Generic, Protocol, Self, TypeVar
 
 from async_grpo.weights.fan_out import Engine, EngineHandle
+from async_grpo.weights.shared_gpu import Apart
 
 Engine_co = TypeVar("Engine_co", bound=EngineHandle, covariant=True)
 
@@ -35,8 +36,9 @@ class EngineSet(Protocol[Engine_co]):
 class ServingEngines(Generic[Engine]):
     """An engine set without the engines that are away."""
 
-    def __init__(self, engines: EngineSet[Engine]) -> None:
-        self._engines = engines
+    def __init__(self, engines: EngineSet[Engine], gpu: Apart) -> None:
+        """gpu: whose turn it is on shared GPUs."""
+        self._engines, self.gpu = engines, gpu
         self._away: set[str] = set()
 
     def alive(self) -> Sequence[Engine]:

@@ -24,6 +24,7 @@ from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.observe.console.console import Console
 from async_grpo.run import command
 from async_grpo.weights.checks import SelfCheckFailed
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.wire.codec import (
     Batch,
     Group,
@@ -91,6 +92,8 @@ class Answerer(FakeEngine):
 
 class Beside(Run):
     """A run with two answerers and its evaluations."""
+
+    gpu = Apart()
 
     def __init__(self, *, engines: int = 2, timeout_s: float = 5.0) -> None:
         super().__init__(engines=0)

@@ -46,10 +46,12 @@ def unavailable() -> ray.exceptions.ActorUnavailableError:
     return ray.exceptions.ActorUnavailableError("its connection broke", None)
 
 
-@pytest.mark.parametrize("call", ["run", "answer", "connect", "receive", "attend", "score"])
+@pytest.mark.parametrize(
+    "call", ["run", "answer", "connect", "receive", "attend", "score", "sleep", "wake"]
+)
 async def test_no_call_outlives_an_engine_that_is_given_up(call: str) -> None:
     one = engine(Handle(None))
-    arguments = [] if call in ("run", "answer") else [NEWS]
+    arguments = [NEWS] if call in ("connect", "receive", "attend", "score") else []
     asked = asyncio.ensure_future(getattr(one, call)(*arguments))
     await asyncio.sleep(0)
     one.give_up(TimeoutError("no answer to a probe"))

@@ -471,6 +471,14 @@ cluster.layout=colocated cluster.rollout_actors.max=2
     rollout_actors.max` is 2 | equal `learner.ranks`, 1
 cluster.layout=colocated cluster.rollout_actors.min=2
     rollout_actors.min` is 2 | at most `learner.ranks`, 1
+cluster.engine.sleep=true replay.max_staleness=2
+    cluster.engine.sleep: true` | `replay.max_staleness` to 1
+cluster.engine.sleep=true cluster.layout=split replay.max_staleness=1
+    cluster.engine.sleep: true` | `cluster.layout` to colocated
+cluster.engine.sleep=true cluster.device=cpu replay.max_staleness=1
+    cluster.engine.sleep: true`
+'cluster.engine.vllm={enable_sleep_mode: true}'
+    use `cluster.engine.sleep`
 cluster.device=cpu weight_sync.backend=nccl
     backend: nccl` needs GPUs
 'cluster.engine.vllm={max_num_seqs: 8}'

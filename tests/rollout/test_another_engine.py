@@ -90,6 +90,11 @@ class PlainEngine:
         self.serving = announcement.label
         return Receipt(self.serving)
 
+    async def sleep(self) -> int:
+        return 0
+
+    async def wake(self) -> None: ...
+
     async def attend(self, announcement: Announcement) -> Receipt:
         return Receipt(self.serving)
 

@@ -267,6 +267,78 @@ async def test_a_response_that_repeats_itself_ends(engine: Serving) -> None:
     assert any(ids[-size:] == ids[-2 * size : -size] for size in range(1, 41))
 
 
+async def test_a_response_sleeps_with_its_engine_and_nothing_of_its_caches_is_left(
+    run: Run,
+) -> None:
+    """As far as vLLM's sleep goes on CPU: requests are kept, caches dropped, and nothing resumes
+    before all is awake; the memory stays.
+    """
+    serving, engine = run.serving, run.serving.engine
+    await run.publish(1)
+    greedy = Sampling(n=1, max_tokens=90, temperature=0.0)
+    prompt = list(range(3, 3 + 70))
+    [whole] = await serving.ask(engine.generate(prompt[:30], greedy))
+    await serving.ask(engine.generate(prompt[:70], replace(greedy, max_tokens=1)))
+    again = replace(greedy, max_tokens=1)
+    [cached] = await serving.ask(engine.generate(prompt, again))
+    assert cached.cached_tokens >= 64
+    under_way = serving.ask(engine.generate(prompt[:30], greedy, name="sleeps"))
+    while not (so_far := engine.so_far("sleeps")) or not len(so_far[0].token_ids):
+        await asyncio.sleep(0.001)
+    lost = await serving.ask(engine.sleep())
+    assert lost >= 31 and await serving.ask(engine._llm.is_sleeping())
+    tokens = len(engine.so_far("sleeps")[0].token_ids)
+    queued = serving.ask(engine.generate(prompt, again))
+    await asyncio.sleep(0.3)
+    assert len(engine.so_far("sleeps")[0].token_ids) == tokens < 90 and not queued.done()
+    await serving.ask(engine.wake())
+    [rest] = await asyncio.wait_for(under_way, LATE_S)
+    assert rest.token_ids.tolist() == whole.token_ids.tolist()
+    np.testing.assert_allclose(rest.logprobs, whole.logprobs, atol=1e-4)
+    [fresh] = await asyncio.wait_for(queued, LATE_S)
+    assert fresh.cached_tokens == 0, "what others had computed before is gone"
+
+
+async def test_weights_that_come_while_an_engine_sleeps_are_those_that_it_wakes_with(
+    run: Run,
+) -> None:
+    serving, engine = run.serving, run.serving.engine
+    before = await run.publish(1)
+    greedy = Sampling(n=1, max_tokens=90, temperature=0.0)
+    under_way = serving.ask(engine.generate(PROMPT, greedy, name="waits"))
+    while not (so_far := engine.so_far("waits")) or not len(so_far[0].token_ids):
+        await asyncio.sleep(0.001)
+    await serving.ask(engine.sleep())
+    tokens = len(engine.so_far("waits")[0].token_ids)
+    after = await run.publish(2)
+    assert not await serving.ask(engine._llm.is_sleeping())
+    [response] = await asyncio.wait_for(under_way, LATE_S)
+    [old, new] = response.versions
+    assert (old.version, old.end, new.version, new.end) == (1, tokens, 2, 90)
+    expected = learner_logprobs(after, PROMPT, response.token_ids, 1.0)
+    assert np.abs(response.logprobs - expected)[tokens:].max() < 1e-3
+    assert await serving.distance(after) < 1e-4 < 1e-2 < await serving.distance(before)
+    await serving.ask(engine.sleep())
+    await serving.ask(engine.wake())
+    assert await serving.distance(after) < 1e-4
+
+
+async def test_an_engine_with_a_torn_load_sleeps_and_does_not_wake_before_a_whole_one(
+    run: Run,
+) -> None:
+    serving, engine = run.serving, run.serving.engine
+    await run.publish(1)
+    await serving.ask(engine.sleep())
+    torn = Announcement(engine.serving, "shared_memory", {"path": "/nowhere"}, "", 0)
+    receipt = await serving.receive(torn)
+    assert receipt.failure
+    await serving.ask(engine.sleep())
+    await serving.ask(engine.wake())
+    assert engine.paused and await paused(serving)
+    model = await run.publish(2)
+    assert await serving.distance(model) < 1e-4
+
+
 async def test_a_flipped_byte_ends_the_run_and_the_engine_stays_paused(probed: Run) -> None:
     await probed.coordinator.start(0)
     label = probed.serving.engine.serving

@@ -20,6 +20,7 @@ from async_grpo.learner.weights import Published
 from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.checks import LoadPathCheck, SelfCheckFailed, Tolerance
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support.engine_weights import learner_logprobs
@@ -244,6 +245,7 @@ def alarm(
             tolerance=tolerance,
             backend="shared_memory",
             deliver=deliver,
+            gpu=Apart(),
         )
         check.sequences = sequences
         try:

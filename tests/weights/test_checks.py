@@ -19,6 +19,7 @@ from async_grpo.weights.checks import (
     SelfCheckFailed,
     Tolerance,
 )
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import Announcement, Staged
 
 TOKENS = 256
@@ -76,6 +77,7 @@ async def alarm(sides: Sides, *, exact: bool = False) -> str:
         tolerance=Tolerance(exact),
         backend="shared_memory",
         deliver=sides.deliver,
+        gpu=Apart(),
     )
     try:
         await check.load_path([sides])

@@ -28,6 +28,7 @@ from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.loop import Loop
 from async_grpo.run.partial_rollouts import PartialCollector
 from async_grpo.run.system import StartFacts, System, reserve
+from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import Announcement, Staged
 from async_grpo.wire.codec import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of
@@ -288,7 +289,7 @@ async def _evaluated(config: Config) -> list[Any]:
     evaluations = Evaluations(
         config,
         coordinator=SimpleNamespace(serving=lambda: [engine]),
-        actors=SimpleNamespace(died=_nothing),
+        actors=SimpleNamespace(died=_nothing, gpu=Apart()),
         epochs=SimpleNamespace(run_epoch=0),
         listener=RecordingListener(),
         failures=RecordingListener(),

@@ -22,6 +22,7 @@ from async_grpo.errors import RunError
 from async_grpo.rollout import host
 from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.rollout.engine.vllm.arguments import engine_arguments
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
@@ -243,6 +244,13 @@ async def _served(config: Config) -> list[Any]:
     return [seen, sorted(waits)]
 
 
+def beside_a_learner(config: Config) -> dict[str, Any]:
+    """What an engine on a learner's GPU is started with."""
+    return engine_arguments(
+        config, model_dir="m", device="cuda", backend="ipc", seed=0, gpu_bytes=80 * 2**30
+    )
+
+
 WIRES = [
     Wire("seed", 5, acted),
     Wire("model.trust_remote_code", True, acted),
@@ -273,6 +281,7 @@ WIRES = [
     Wire("cluster.engine.tensor_parallel_size", 2, served),
     Wire("cluster.engine.max_num_seqs", 8, served),
     Wire("cluster.engine.kv_cache_gb", 2.5, served),
+    Wire("cluster.engine.sleep", True, beside_a_learner),
     Wire("cluster.engine.gpu_memory_utilization", 0.5, served),
     Wire("cluster.engine.enforce_eager", True, served),
     Wire("cluster.engine.vllm", {"kv_cache_dtype": "fp8"}, served),

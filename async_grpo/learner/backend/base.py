@@ -7,6 +7,7 @@ method is called on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -85,6 +86,9 @@ class Backend(Protocol):
 
     def freeze(self, model: PolicyModel) -> RunnableModel:
         """Make a loaded model one that only computes."""
+
+    def holders(self) -> Sequence[object]:
+        """Models and optimizers, which hold all tensors that stay on this rank's device."""
 
     def close(self) -> None:
         """Free the models and leave the process group."""

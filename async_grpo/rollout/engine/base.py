@@ -143,6 +143,14 @@ class Engine(Protocol):
         served one; then the engine must be replaced.
         """
 
+    async def sleep(self) -> int:
+        """Give the GPU's memory back, all but what its process needs; running responses are kept
+        and go on after `wake` or `receive`. Tokens whose caches are lost.
+        """
+
+    async def wake(self) -> None:
+        """Go on with the weights that it serves; not where they may be mixed."""
+
     async def attend(self, announcement: Announcement) -> Receipt:
         """Take part in a publication that is pushed, and go on with the served weights."""
 

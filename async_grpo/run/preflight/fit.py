@@ -1,5 +1,5 @@
-"""What fits the memory there is: the micro-batches of a learner, chosen where they are `auto`, and
-what would help a run that cannot fit.
+"""What fits the memory there is: the micro-batches of a learner and the KV cache beside it, chosen
+where they are `auto`, and what would help a run that cannot fit.
 
 Runs in: the driver, before the processes of a run start. Invariant: the same settings on the same
 machines give the same choice.
@@ -7,6 +7,7 @@ machines give the same choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -40,7 +41,29 @@ def fitted(
     gpu_bytes: Mapping[str, int | None],
     host_bytes: int | None,
 ) -> tuple[Config, str]:
-    """Give `auto` micro-batches and checkpointing values that fit, the first that do of:
+    """Give what is `auto` values that fit. Return the settings, and one line that says what was
+    chosen and why; "" where nothing was. host_bytes: of the learner's machine, for CPU.
+    """
+    there = host_bytes if placement.device == "cpu" else _smallest(placement, gpu_bytes)
+    given, turns = config.cluster.engine.sleep, ""
+    if given is True and not placement.colocated:
+        config = _engine_with(config, sleep=False)
+    found, learner = _micro_batches(config, shape, placement, backend=backend, there=there)
+    may = placement.colocated and given == "auto" and config.replay.max_staleness <= 1
+    if may and there is not None and needed_bytes(found, shape, placement, backend) > there:
+        config, turns = _engine_with(config, sleep=True), "learner and engine take turns on the GPU"
+        found, learner = _micro_batches(config, shape, placement, backend=backend, there=there)
+    found, engine = _cache(found, shape, placement, backend=backend, there=there)
+    if found.cluster.engine.sleep is True:  # groups wait while the learner computes
+        longest = found.rollout.longest_group_s + found.watchdog.step_timeout_s
+        found = _changed(found, "rollout", group_timeout_s=longest)
+    return found, "; ".join(filter(None, [learner, engine, turns]))
+
+
+def _micro_batches(
+    config: Config, shape: Shape, placement: Placement, *, backend: str, there: int | None
+) -> tuple[Config, str]:
+    """Choose the first micro-batches and checkpointing that fit, of:
 
         16,384 tokens, 8,192, 4,096     without checkpointing
         16,384 tokens, 8,192, ...       with it, down to one sequence of full length
@@ -48,8 +71,7 @@ def fitted(
     A GPU is as fast with 4,096 tokens at a time as with more, so those cost nothing. Checkpointing
     costs a third more compute, which is less than smaller micro-batches do: their kernels do not
     fill a GPU, and ZeRO-3 gathers all weights for each. A CPU is as fast with one sequence at a
-    time, so checkpointing comes last there. Return the settings, and one line that says what was
-    chosen and why; "" where nothing was `auto`. host_bytes: of the learner's machine, for CPU.
+    time, so checkpointing comes last there.
     """
     learner, longest = config.learner, config.rollout.longest_row
     if "auto" not in (learner.tokens_per_micro_batch, learner.gradient_checkpointing):
@@ -65,7 +87,6 @@ def fitted(
         ways = [way for way in ways if way[1] == learner.recomputes]
     elif not shape.can_recompute:
         ways = [way for way in ways if not way[1]]
-    there = host_bytes if placement.device == "cpu" else _smallest(placement, gpu_bytes)
     needs = {way: needed_bytes(_with(config, *way), shape, placement, backend) for way in ways}
     fits = [way for way in ways if there is None or needs[way] <= _TAKEN * there]
     tokens, again = way = fits[0] if fits else min(needs, key=needs.__getitem__)
@@ -82,20 +103,57 @@ def fitted(
     return _with(config, tokens, again), f"learner: {what}"
 
 
+def _cache(
+    config: Config, shape: Shape, placement: Placement, *, backend: str, there: int | None
+) -> tuple[Config, str]:
+    """Give an engine that shares its GPU the KV cache that the learner leaves, up to what all
+    responses under way can fill at full length.
+    """
+    settings = config.cluster.engine
+    if not placement.colocated or settings.kv_cache_gb != "auto" or there is None:
+        return config, ""
+    engine, one = _engine(config, shape, backend)
+    least, rows = engine.kv_cache or 0, config.max_outstanding * config.rollout.group_size
+    rows = min(rows, ENGINE.max_num_seqs(config, device="cuda") or rows)
+    most = settings.gpu_memory_utilization * there - one
+    spare = min(_TAKEN * there - _turns(config, shape, backend)[1], most)
+    useful = math.ceil(10 * rows * engine.kv_token * engine.longest / 2**30)
+    gib = min(math.floor(10 * (least + spare) / 2**30), useful) / 10
+    if gib * 2**30 <= least:
+        return config, ""
+    return _engine_with(config, kv_cache_gb=gib), f"engine: KV cache of {gib:g} GiB"
+
+
 def needed_bytes(config: Config, shape: Shape, placement: Placement, backend: str) -> int:
-    """Of the GPU of a learner rank, with the engine that shares it; without GPUs, of the learner's
-    machine.
+    """Of the GPU of a learner rank, with the engine that shares it: what the larger of their turns
+    needs; without GPUs, of the learner's machine.
     """
     stage, device = config.learner.zero_stage, placement.device
+    if device == "cuda" and placement.colocated:
+        return max(_turns(config, shape, backend))
     rank = learner_memory(config, shape, device=device, stage=stage, backend=backend).total
     if device == "cuda":
-        return rank + _engine(config, shape, backend)[1] if placement.colocated else rank
+        return rank
     cache = ENGINE.kv_cache_gb(config, device=device, backend=backend)
     engine = engine_memory(config, shape, device=device, kv_cache_gb=cache)
     home = placement.learners[0].node_id
     engines = sum(slot.node_id == home for slot in placement.engines)
     one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
     return int(len(placement.learners) * (rank + LEARNER_CODE) + engines * one)
+
+
+def _turns(config: Config, shape: Shape, backend: str) -> tuple[int, int]:
+    """Bytes of a shared GPU while the learner computes, and while the engine does, at the start
+    beside the self-check's copy of the weights.
+    """
+    stage, settings = config.learner.zero_stage, config.weight_sync
+    learner = learner_memory(config, shape, device="cuda", stage=stage, backend=backend)
+    engine, most = _engine(config, shape, backend)
+    copy = learner.publication if settings.self_check else 0
+    if config.cluster.engine.sleep is True:  # what its process takes stays
+        return learner.total + engine.rest, learner.lent + copy + most
+    both = learner.total + most
+    return both, both + max(0, copy - learner.activations)  # nothing is trained then
 
 
 def too_large(
@@ -176,8 +234,9 @@ def _remedies(
         )
     cache = ENGINE.kv_cache_gb(config, device="cuda", backend=backend)
     if placement.colocated and cache is not None and cache > 1:
-        engine = config.cluster.engine.unchecked_copy(update={"kv_cache_gb": 1.0})
-        yield "cluster.engine.kv_cache_gb=1", need(_changed(config, "cluster", engine=engine))
+        yield "cluster.engine.kv_cache_gb=1", need(_engine_with(config, kv_cache_gb=1.0))
+    if placement.colocated and config.cluster.engine.sleep == "auto":
+        yield "replay.max_staleness=1", need(_engine_with(config, sleep=True))
     if config.model.lora is None:
         of = replace(shape, trained=shape.parameters // _ADAPTERS, frozen=shape.parameters)
         yield "model.lora={}", need(_changed(config, "model", lora=Lora()), of)
@@ -205,6 +264,11 @@ def _smallest(
     slots = placement.engines if engine else placement.learners
     sizes = [gpu_bytes.get(slot.node_id) for slot in slots]
     return min((size for size in sizes if size is not None), default=None)
+
+
+def _engine_with(config: Config, **values: object) -> Config:
+    engine = config.cluster.engine.unchecked_copy(update=values)
+    return _changed(config, "cluster", engine=engine)
 
 
 def _with(config: Config, tokens: int, again: bool) -> Config:

@@ -139,6 +139,11 @@ class LearnerMemory:
         """All of it."""
         return sum(astuple(self))
 
+    @property
+    def lent(self) -> int:
+        """What stays on the GPU in an engine's turn."""
+        return self.publication + self.context
+
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
@@ -205,10 +210,6 @@ def learner_memory(
     )
     if device == "cpu":
         return need
-    if backend in TRANSPORTS and TRANSPORTS[backend].colocated:
-        # the self-check needs a second copy, while nothing is trained
-        second = max(0, need.publication - need.activations - need.buckets)
-        need = replace(need, publication=need.publication + second)
     context = GPU_CONTEXT * (2 if ranks > 1 else 1) + int(need.total * FRAGMENTATION)
     return replace(need, context=context)
 

@@ -13,7 +13,7 @@ import pytest
 from async_grpo.cluster.placement import Node, place
 from async_grpo.config.schema import Config
 from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large, what_helps
-from async_grpo.run.preflight.memory import Shape, shape_of
+from async_grpo.run.preflight.memory import Shape, learner_memory, shape_of
 from async_grpo.tools.check.dry_run import assumed_nodes
 from async_grpo.tools.check.known_models import known_config
 from async_grpo.weights.transport import resolve_backend
@@ -52,7 +52,7 @@ def chosen(
         config, shape, placement, backend=backend, gpu_bytes=known, host_bytes=host_bytes
     )
     refused = list(too_large(found, shape, placement, backend=backend, gpu_bytes=known))
-    if line and "not known" not in line:
+    if "needed" in line and "KV cache" not in line:
         need = needed_bytes(found, shape, placement, backend) / GIB
         assert f"about {need:.1f} GiB needed" in line or need >= 100, line
     return found, line, refused
@@ -94,7 +94,11 @@ def test_the_first_that_fits_is_chosen(
     assert line.startswith(said)
     rest = learner.unchecked_copy(update={"tokens_per_micro_batch": "auto"})
     rest = rest.unchecked_copy(update={"gradient_checkpointing": "auto"})
-    assert found.unchecked_copy(update={"learner": rest}) == config, "nothing else changes"
+    engine = found.cluster.engine.unchecked_copy(update={"kv_cache_gb": "auto", "sleep": "auto"})
+    cluster = found.cluster.unchecked_copy(update={"engine": engine})
+    update = {"learner": rest, "cluster": cluster, "rollout": config.rollout}
+    back = found.unchecked_copy(update=update)
+    assert back == config, "nothing else changes"
 
 
 def test_the_line_says_what_was_chosen_and_why() -> None:
@@ -128,7 +132,10 @@ def test_what_is_given_stays_and_the_rest_fits_around_it(
 
 
 def test_where_both_are_given_nothing_is_chosen_or_said() -> None:
-    config = config_of(learner={"tokens_per_micro_batch": 16384, "gradient_checkpointing": False})
+    config = config_of(
+        learner={"tokens_per_micro_batch": 16384, "gradient_checkpointing": False},
+        replay={"max_staleness": 2},
+    )
     found, line, refused = chosen(config, known("Qwen2.5-0.5B", config), "gpus=1,memory=24")
     assert (found, line) == (config, "") and len(refused) == 1
 
@@ -186,7 +193,10 @@ def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
     [
         (
             "gpus=1,memory=24",
-            {"learner": {"tokens_per_micro_batch": 16384, "gradient_checkpointing": False}},
+            {
+                "learner": {"tokens_per_micro_batch": 16384, "gradient_checkpointing": False},
+                "replay": {"max_staleness": 2},
+            },
             [
                 "learner.gradient_checkpointing=true (24.1 GiB less)",
                 "learner.tokens_per_micro_batch=384 (25.3 GiB less)",
@@ -198,13 +208,16 @@ def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
         ),
         (
             "gpus=1,memory=12",
-            {},
+            {"replay": {"max_staleness": 2}},
             ["use model.lora={} (7.7 GiB less), or "],
             ["gradient_checkpointing", "tokens_per_micro_batch", "learner.ranks", "zero_stage"],
         ),
         (
             "gpus=1,memory=12",
-            {"rollout": {"prompt_length": 512, "response_length": 30_000}},
+            {
+                "rollout": {"prompt_length": 512, "response_length": 30_000},
+                "replay": {"max_staleness": 2},
+            },
             [
                 "rollout.response_length=15000 with learner.tokens_per_micro_batch=15512 (1.6 GiB "
                 "less)"
@@ -262,3 +275,97 @@ def test_what_helps_a_learner_whose_estimate_was_too_low() -> None:
     assert "use learner.gradient_checkpointing=true (" in said
     assert "model.lora={}" in said and "zero_stage" not in said
     assert said.endswith(", or a smaller model; `async-grpo check` shows the parts")
+
+
+def test_an_engine_gets_the_cache_that_the_learner_leaves() -> None:
+    learner = {"tokens_per_micro_batch": 16384, "gradient_checkpointing": True}
+    config = config_of((512, 4096), model={"path": "m", "lora": {}}, learner=learner)
+    shape = known("Qwen2.5-7B", config)
+    sizes = {}
+    for memory in (80, 96, 400):
+        found, line, refused = chosen(config, shape, f"gpus=1,memory={memory}")
+        cache = sizes[memory] = found.cluster.engine.kv_cache_gb
+        assert not refused and line == f"engine: KV cache of {cache:g} GiB"
+        placement = place(config, assumed_nodes(f"gpus=1,memory={memory}"))
+        need = needed_bytes(found, shape, placement, "ipc")
+        assert need <= 0.95 * memory * GIB
+        if memory < 400:  # the self-check has a second copy, while nothing is trained
+            parts = learner_memory(found, shape, device="cuda", stage=1, backend="ipc")
+            need += max(0, parts.publication - parts.activations)
+            assert need > (0.95 * memory - 0.2) * GIB, "nothing is left over"
+    under_way = config.max_outstanding * config.rollout.group_size
+    useful = under_way * 4608 * 2 * 28 * 4 * 128 * 2 / GIB
+    assert useful <= sizes[400] < useful + 0.1, "no more than responses can fill"
+    assert 4 < sizes[80] < sizes[96] < sizes[400]
+    limited = config_of(
+        (512, 4096),
+        model={"path": "m", "lora": {}},
+        learner=learner,
+        cluster={"engine": {"gpu_memory_utilization": 0.25}},
+    )
+    found = chosen(limited, shape, "gpus=1,memory=96")[0].cluster.engine
+    weights = 2 * shape.parameters / GIB
+    assert weights + 3 + found.kv_cache_gb == pytest.approx(24, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine"),
+    [("gpus=1,memory=80", {"kv_cache_gb": 5.0}), ("gpus=1", {}), ("gpus=2,memory=80", {})],
+)
+def test_a_cache_that_is_given_or_of_a_gpu_of_its_own_stays(
+    nodes: str, engine: dict[str, Any]
+) -> None:
+    config = config_of((512, 4096), model={"path": "m", "lora": {}}, cluster={"engine": engine})
+    found = chosen(config, known("Qwen2.5-7B", config), nodes)[0]
+    assert found.cluster == config.cluster
+
+
+@pytest.mark.parametrize(
+    ("memory", "staleness", "given", "sleeps", "fits"),
+    [
+        (112, 1, "auto", "auto", True),
+        (90, 0, "auto", True, True),
+        (88, 1, "auto", True, True),
+        (88, 1, False, False, False),
+        (88, 2, "auto", "auto", False),
+        (192, 1, "auto", "auto", True),
+        (192, 1, True, True, True),
+        (60, 1, "auto", True, False),
+    ],
+)
+def test_learner_and_engine_take_turns_where_they_do_not_fit_together(
+    memory: int, staleness: int, given: Any, sleeps: Any, fits: bool
+) -> None:
+    config = config_of(replay={"max_staleness": staleness}, cluster={"engine": {"sleep": given}})
+    found, line, refused = chosen(config, known("Qwen3-4B", config), f"gpus=1,memory={memory}")
+    assert (found.cluster.engine.sleep, not refused) == (sleeps, fits)
+    assert ("take turns" in line) == (sleeps is True and given == "auto")
+    longer = 1800.0 * (sleeps is True)
+    assert found.rollout.longest_group_s == config.rollout.longest_group_s + longer
+
+
+def test_turns_need_the_larger_of_both() -> None:
+    apart = config_of(cluster={"engine": {"sleep": False, "kv_cache_gb": 4.0}})
+    turns = config_of(cluster={"engine": {"sleep": True, "kv_cache_gb": 4.0}})
+    wide = config_of(cluster={"engine": {"sleep": True, "kv_cache_gb": 190.0}})
+    shape = known("Qwen3-4B", apart)
+    placement = place(apart, assumed_nodes("gpus=1,memory=96"))
+    both = needed_bytes(apart, shape, placement, "ipc")
+    rank = learner_memory(apart, shape, device="cuda", stage=1, backend="ipc")
+    engine = 2 * shape.parameters + 7 * GIB
+    assert both == rank.total + engine
+    assert needed_bytes(turns, shape, placement, "ipc") == rank.total + 3 * GIB
+    lent = rank.publication + rank.context + rank.publication  # and the self-check's copy
+    assert needed_bytes(wide, shape, placement, "ipc") == lent + engine + 186 * GIB
+
+
+def test_without_a_shared_gpu_there_are_no_turns() -> None:
+    config = config_of(cluster={"engine": {"sleep": True}})
+    found = chosen(config, known("Qwen2.5-0.5B", config), "gpus=2,memory=80")[0]
+    assert found.cluster.engine.sleep is False
+
+
+def test_turns_are_offered_to_a_run_of_a_larger_staleness() -> None:
+    config = config_of(replay={"max_staleness": 2})
+    [sentence] = chosen(config, known("Qwen3-4B", config), "gpus=1,memory=88")[2]
+    assert "replay.max_staleness=1 (" in sentence

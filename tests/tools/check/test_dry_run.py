@@ -374,9 +374,7 @@ def test_a_gpu_needs_more_than_the_states() -> None:
     assert gpu.publication == 4 * 152_000 * 4096 * 2  # packs of the largest tensor
     assert 2 * gib < gpu.context < 2 * gib + 0.03 * gpu.total
     shared = learner_memory(config, SEVEN, device="cuda", stage=3, backend="ipc")
-    second = 2 * SEVEN.parameters - shared.activations - shared.buckets
-    assert second > 0, "the self-check's, when nothing is trained"
-    assert shared.publication == 2 * SEVEN.parameters + second
+    assert shared.publication == 2 * SEVEN.parameters
 
 
 @pytest.mark.usefixtures("no_hub")

@@ -217,6 +217,10 @@ class DeepspeedBackend:
         self._engines.append(engine)
         return engine
 
+    def holders(self) -> Sequence[object]:
+        """See `Backend`."""
+        return [one for engine in self._engines for one in (engine.module, engine.optimizer)]
+
     def close(self) -> None:
         """See `Backend`."""
         import deepspeed

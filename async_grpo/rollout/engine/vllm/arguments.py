@@ -39,9 +39,10 @@ _OF_THE_MACHINE = (
 
 
 def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
-    """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
-    if config.cluster.engine.kv_cache_gb is not None:
-        return config.cluster.engine.kv_cache_gb
+    """KV cache per engine GPU or process in GiB; None where vLLM chooses. Of `auto` the least."""
+    given = config.cluster.engine.kv_cache_gb
+    if given != "auto":
+        return given
     if device == "cpu":
         return CPU_KV_CACHE_GB
     return SHARED_GPU_KV_CACHE_GB if TRANSPORTS[backend].colocated else None
@@ -100,6 +101,7 @@ def engine_arguments(
         # beyond what its sequences can hold vLLM warms up past the end of their block tables
         arguments["max_num_batched_tokens"] = min(BATCHED_TOKENS, most)
     if gpu_bytes is not None:
+        arguments["enable_sleep_mode"] = settings.sleep is True
         arguments["gpu_memory_utilization"] = shared_gpu_share(
             config, weights=weight_bytes(model_dir), kv_cache_gb=memory or 0.0, gpu_bytes=gpu_bytes
         )

@@ -154,6 +154,8 @@ class VllmEngine:
         self._running: dict[str, int] = {}  # responses of each named request
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
         self._steady.set()
+        self._changes = asyncio.Lock()  # of weights, and of what is mapped
+        self._asleep = self._mixed = False  # mixed: a load began, and has not ended well
         self.serving = ""
 
     @classmethod
@@ -379,18 +381,28 @@ class VllmEngine:
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """See `Engine.receive`."""
+        async with self._changes:
+            return await self._receive(announcement)
+
+    async def _receive(self, announcement: Announcement) -> Receipt:
         self._refuse_older(announcement.label)
         self._steady.clear()
+        self._mixed = True
         started, limits = time.perf_counter(), self._deadlines
-        self._caches.paused()
-        in_flight = self._tokens_in_flight()
-        clears, why = self._caches.clears(in_flight)
-        # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by time
-        # and not by their labels.
-        pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clears)
-        await _within(limits.pause_s, "pause", pause)
-        self._counted.speeds.interrupted()
-        lost = await self._workers("cached_tokens") if clears else [0]
+        asleep, lost = self._asleep, [0]
+        if asleep:  # its caches are gone, and counted (`sleep`)
+            in_flight, clears, why = 0, True, "it slept"
+            await self._wake_up(["weights"])
+        else:
+            self._caches.paused()
+            in_flight = self._tokens_in_flight()
+            clears, why = self._caches.clears(in_flight)
+            # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by
+            # time and not by their labels.
+            pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clears)
+            await _within(limits.pause_s, "pause", pause)
+            self._counted.speeds.interrupted()
+            lost = await self._workers("cached_tokens") if clears else lost
         paused = time.perf_counter()
         outcome = self._receipt(await self._workers("take_publication", announcement.payload))
         if outcome.failure:
@@ -406,7 +418,8 @@ class VllmEngine:
         }
         again = [length for length in self._lengths().values() if clears and length]
         self._counted.speeds.resumed(again)
-        self._caches.resumed(lost[0], self._lengths)
+        if not asleep:
+            self._caches.resumed(lost[0], self._lengths)
         return Receipt(
             self.serving,
             seconds=seconds,
@@ -414,6 +427,37 @@ class VllmEngine:
             kept_tokens=0 if clears else in_flight,
             kv_cache=f"{'computed again' if clears else 'kept'} ({why})",
         )
+
+    async def sleep(self) -> int:
+        """See `Engine.sleep`."""
+        self._steady.clear()
+        async with self._changes:
+            self._caches.paused()
+            lost = 0 if self._asleep else self._tokens_in_flight()
+            # waits for the current forward pass, drops all caches, and only then unmaps memory
+            await self._llm.engine_core.sleep_async(1, "keep")
+            self._asleep = True
+            self._counted.speeds.interrupted()
+        return lost
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        async with self._changes:
+            if not self._asleep or self._mixed:
+                return
+            await self._wake_up(None)
+            again = [length for length in self._lengths().values() if length]
+            self._counted.speeds.resumed(again)
+            self._steady.set()
+
+    async def _wake_up(self, tags: list[str] | None) -> None:
+        """Map memory again: `weights`, with those from before the sleep, or all of it (also None),
+        upon which running responses go on.
+        """
+        awake = await self._llm.engine_core.wake_up_async(tags)
+        self._asleep = tags == ["weights"]
+        if awake == self._asleep:
+            raise EngineError(f"vLLM is {'' if awake else 'not '}awake after it was woken ({tags})")
 
     def _lengths(self) -> dict[str, int]:
         """Tokens so far of every running response."""
@@ -453,7 +497,11 @@ class VllmEngine:
 
     async def _go_on(self, label: str) -> None:
         await self._set_label(label)
-        await self._llm.resume_generation()
+        if self._asleep:  # the weights are awake
+            await self._wake_up(["kv_cache"])
+        else:
+            await self._llm.resume_generation()
+        self._mixed = False
         self._steady.set()
 
     async def check(self) -> None:
