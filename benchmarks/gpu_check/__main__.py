@@ -314,13 +314,14 @@ def throughput(
 ) -> dict[str, Any]:
     """Say what the run of `one_gpu` came to: its last rates, and its memory beside the estimate."""
     from async_grpo.config.load import load_config
+    from async_grpo.rollout.engine.choice import ENGINE
     from async_grpo.run.preflight.memory import engine_memory, learner_memory, shape_of
 
     config = load_config(check.run_dir("one_gpu") / "config.yaml")
     shape = shape_of(config, model)
     backend = "ipc" if check.device == "cuda" else "shared_memory"
     rank = learner_memory(config, shape, device=check.device, stage=1, backend=backend).total
-    gib = config.cluster.engine.kv_cache_gb
+    gib = ENGINE.kv_cache_gb(config, device=check.device, backend=backend)
     engine = engine_memory(config, shape, device=check.device, kv_cache_gb=gib)
     estimate = rank + engine.weights + (engine.kv_cache or 0) + engine.rest
     # the metric is the mean of an update, and the step's tokens are divided among its updates
