@@ -91,6 +91,7 @@ LIBRARIES = {
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
     "learner": "torch transformers peft numpy safetensors",
+    "learner.kernels": "torch transformers liger_kernel",
     "learner.backend.deepspeed": "torch deepspeed transformers",
     "learner.forward_choice": "torch transformers numpy huggingface_hub",  # one of its errors
     "run.checkpoint": "",

@@ -13,21 +13,11 @@ from pathlib import Path
 import pytest
 
 from async_grpo import cli
+from tests.support.installer import installer
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = tomllib.loads((ROOT / "packages.toml").read_text())
 INDEX = PINS["installer"]["cpu_torch_index"]
-
-
-def load_installer():
-    spec = importlib.util.spec_from_file_location("async_grpo_install", ROOT / "install.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-installer = load_installer()
 POPEN = subprocess.Popen
 
 

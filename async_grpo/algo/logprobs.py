@@ -132,7 +132,8 @@ class _LinearLogProbs(torch.autograd.Function):
         ]
         picked, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden, targets, weight, bias, entropy)
-        ctx.project, ctx.size, ctx.temperature = project, size, temperature
+        ctx.project, ctx.size = project, size
+        ctx.temperature = temperature
         return picked, entropy
 
     @staticmethod

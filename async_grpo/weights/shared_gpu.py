@@ -41,13 +41,15 @@ class SharedGpu(Apart):
         self._order, self._empty = asyncio.Lock(), asyncio.Event()
         self._empty.set()
         self._inside, self._whose = 0, ""
+        self._ends: dict[str, Change] = {}
+        self._begins: dict[str, Change] = {}
 
     def between(self, *, take: Change, give: Change, sleep: Change, wake: Change) -> None:
         """Say how the learner takes and gives back its memory, and how engines sleep and wake; each
         may be called where there is nothing to do.
         """
-        self._ends = {"learner": sleep, "engines": give}
-        self._begins = {"learner": take, "engines": wake}
+        self._ends.update(learner=sleep, engines=give)
+        self._begins.update(learner=take, engines=wake)
 
     @asynccontextmanager
     async def turn(self, whose: Whose, *, wake: bool = True) -> AsyncIterator[None]:

@@ -1,8 +1,7 @@
 """The GPUs of a machine, by `nvidia-smi`: which there are, what they can do, and their memory.
 
-Runs in: the process of `make gpu-check`, without torch: asking CUDA would take memory of its own.
-Only the GPUs of CUDA_VISIBLE_DEVICES count, where it is set. What a GPU does not tell (`[N/A]`) is
-None.
+Runs in: the process of `make gpu-check`, without CUDA, which would take memory of its own. Only the
+GPUs of CUDA_VISIBLE_DEVICES count, where it is set. What a GPU does not tell (`[N/A]`) is None.
 """
 
 from __future__ import annotations
@@ -114,10 +113,10 @@ def until_free(before: Sequence[float], *, limit_s: float = 60.0, pause_s: float
 
 
 class Memory:
-    """The most memory that a GPU had in use inside the block, in MiB, by asking every second."""
+    """The most memory that each GPU had in use inside the block, in MiB, by asking every second."""
 
     def __enter__(self) -> Memory:
-        self.peak = 0.0
+        self.peaks = used_mib()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -125,7 +124,7 @@ class Memory:
 
     def _look(self) -> None:
         while True:
-            self.peak = max([self.peak, *used_mib()])
+            self.peaks = [max(pair) for pair in zip(self.peaks, used_mib(), strict=False)]
             if self._over.wait(1.0):
                 return
 

@@ -10,16 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_grpo.config.load import load_config
+from async_grpo.config.load import dump, load_config
 from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import check as gpu_commands
 from benchmarks.gpu_check import machine as gpu_machine
-from benchmarks.gpu_check.__main__ import STAGES, Check, CheckFailed, Result, Running, run_stage
+from benchmarks.gpu_check import models, sizes, training
+from benchmarks.gpu_check.__main__ import STAGES, run_stage
+from benchmarks.gpu_check.check import Check, CheckFailed, Result, Running
 from benchmarks.gpu_check.machine import Gpu, Memory, number, until_free, visible
 
 PRINTED = (
@@ -27,6 +31,13 @@ PRINTED = (
     "at most 1.1e-02 (the test moved them by 0.16)\nresumed the journal at step 7\n"
 )
 LINE = {
+    "eval/seconds": 3.0,
+    "eval/learner_waited_s": 0.0,
+    "rollout/response_length": 12_000.0,
+    "time/train": 4.0,
+    "train/grad_norm": 0.3,
+    "train/entropy": 6.0,
+    "weights/dropped_engines": 1.0,
     "eval/accuracy_greedy": 0.5,
     "train/tokens_per_s": 900.0,
     "train/loss": 0.1,
@@ -50,24 +61,28 @@ class Commands:
         self._code = code
         self._lines = lines or [
             LINE | {"replay/steps": float(step), "goodput/generated": 100.0 * step, "time": step}
-            for step in (1, 11)
+            for step in (1, 11, 21)
         ]
+        self.compiled_loss = 0.1
 
     def __call__(self, command: Sequence[str], log: Path, **_: Any) -> Any:
+        if command[0] == "env":
+            self.environment, command = command[1], command[2:]
         self.seen.append(list(command))
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(PRINTED, encoding="utf-8")
         output = PRINTED
         if "async_grpo.run" in command:
             settings = list(command[command.index("async_grpo.run") + 1 :])
-            config = load_config(gpu_check.ROOT / settings[0], settings[1:])
-            directory = Path(config.run.dir)
-            (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            text = "".join(json.dumps(line) + "\n" for line in self._lines)
-            (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
-            from async_grpo.config.load import dump
-
-            (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
+            self._run(gpu_commands.ROOT / settings[0], settings[1:], self._lines)
+        elif "retrain" in command:
+            source, *settings = command[command.index("retrain") + 1 :]
+            loss = self.compiled_loss if "learner.compile=true" in settings else 0.1
+            lines = [line | {"train/loss": loss} for line in self._lines]
+            self._run(Path(source) / "config.yaml", settings, lines)
+        elif "benchmarks.gpu_check.models" in command:
+            directory = Path(command[command.index("benchmarks.gpu_check.models") + 2])
+            models.write("tiny", directory, device="cpu")
         elif "eval" in command:
             output = 'evaluating ...\n{"eval/accuracy_greedy": 0.5}\n'
         elif "benchmarks.gpu_check.senders" in command:
@@ -76,17 +91,25 @@ class Commands:
             output = "...\n12 passed, 3 deselected in 4.00s\n"
         return Ended(self._code, output)
 
+    def _run(self, recipe: Path, settings: list[str], lines: list[dict[str, float]]) -> None:
+        config = load_config(recipe, settings)
+        directory = Path(config.run.dir)
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
+        (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
+
 
 class Ended:
     """A command that has ended as soon as it began; its process takes signals."""
 
     def __init__(self, code: int, output: str) -> None:
-        self._done = gpu_check.Done(code, 1.5, output)
+        self._done = gpu_commands.Done(code, 1.5, output)
         self.process = self
         self.pid = os.getpid()
         self.signals: list[int] = []
 
-    def wait(self) -> gpu_check.Done:
+    def wait(self) -> gpu_commands.Done:
         return self._done
 
     def poll(self) -> None: ...
@@ -97,61 +120,195 @@ class Ended:
 
 def check_of(tmp_path: Path, commands: Commands, *, device: str = "cuda") -> Check:
     check = Check(device=device, directory=tmp_path)
-    check.start = commands
+    check.start, check.pause = commands, lambda seconds: None
     return check
 
 
 @pytest.fixture
-def child() -> Any:
-    """A process that is called like an engine's, below this one."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "EngineCore"])
-    yield process
-    process.kill()
-    process.wait(10)
+def engine() -> Iterator[Callable[[], Any]]:
+    """Start a process that is called like an engine's, below this one."""
+    started = []
+
+    def start() -> Any:
+        code = "import time; time.sleep(600)"
+        started.append(subprocess.Popen([sys.executable, "-c", code, "EngineCore"]))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture
-def eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nvidia-smi` of a machine with eight GPUs."""
-    answers = {
-        "name,memory.total": ["NVIDIA H100 80GB HBM3, 81559"] * 8,
-        "memory.used": ["70000", "1"],
-    }
-    for module in (gpu_check, gpu_machine):
-        monkeypatch.setattr(module, "smi", lambda fields: answers.get(fields, ["0, x"]))
+def machine_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """`nvidia-smi` of a machine with so many GPUs of this memory."""
+
+    def describe(count: int, mib: int) -> None:
+        answers = {
+            "name,memory.total": [f"NVIDIA H100 80GB HBM3, {mib}"] * count,
+            "memory.used": ["70000", "1"][:count],
+        }
+        for module in (gpu_check, gpu_machine):
+            monkeypatch.setattr(module, "smi", lambda fields: answers.get(fields, ["0, x"]))
+
+    return describe
 
 
 def settings_of(command: list[str]) -> dict[str, str]:
     return dict(one.split("=", 1) for one in command if "=" in one)
 
 
+Machine = Callable[[int, int], None]
+Engine = Callable[[], Any]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_stage_passes_where_its_commands_do(
-    tmp_path: Path, device: str, child: Any, eight: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    device: str,
+    engine: Engine,
+    machine_of: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With configurations that are valid, and every figure that the table promises."""
-    if device == "cuda":
-        model = gpu_check.write_random_model(check_of(tmp_path, Commands(), device="cpu"))
-        monkeypatch.setattr(gpu_check, "write_random_model", lambda _: model)
+    machine_of(8, 81559)
+    monkeypatch.setattr(sizes.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     commands = Commands()
     check = check_of(tmp_path, commands, device=device)
-    results = {name: run_stage(name, check, 8) for name in STAGES}
-    assert {name: one.reason for name, one in results.items() if one.outcome != "passed"} == {}
-    assert results["ipc"].figures["bfloat16 self_check_error"] == 0.011
-    assert results["ipc"].figures["float32 accuracy"] == 0.5
+    check.address = "10.0.0.1:6379"
+    results = {}
+    for name in STAGES:
+        victim = engine() if name.startswith("kill") or name == "two_nodes" else None
+        results[name] = run_stage(name, check, 8)
+        if name.startswith("kill"):
+            assert victim.wait(10) == -9, "the engine was not killed"
+    left_out = {"fp8"} if device == "cpu" else set()
+    assert {name for name, one in results.items() if one.outcome == "left out"} == left_out
+    passed = {name: one for name, one in results.items() if name not in left_out}
+    assert {name: one.reason for name, one in passed.items() if one.outcome != "passed"} == {}
+    figures = {name: one.figures for name, one in results.items()}
+    assert figures["ipc"]["bfloat16 self_check_error"] == 0.011
+    assert figures["ipc"]["float32 accuracy"] == 0.5
     # 4,000 tokens in two updates of 2 s each
-    assert results["one_gpu"].figures["learner_tokens_per_s"] == 1000
-    assert results["senders"].figures["gb_per_s"] == 20.0
-    assert results["one_gpu"].figures["engine_tokens_per_s"] == 100
-    assert results["one_gpu"].figures["memory_peak_mib"] == 70000
-    assert results["one_gpu"].figures["learner_mfu"] >= 0
-    assert results["kill"].figures == {"restarts": 1.0, "steps": 11.0}
-    assert child.wait(10) == -9, "the engine was not killed"
+    assert figures["one_gpu"]["learner_tokens_per_s"] == 1000
+    assert figures["senders"]["gb_per_s"] == 20.0
+    assert figures["one_gpu"]["engine_tokens_per_s"] == 100
+    assert figures["one_gpu"]["memory_peak_mib"] == "70000 / 1"
+    assert figures["one_gpu"]["learner_mfu"] >= 0
+    assert figures["seven_b"]["trained"] == ("all weights" if device == "cuda" else "adapters")
+    assert figures["kill"] == {"restarts": 1.0, "steps": 21.0}
+    assert figures["kill_publishing"]["dropped_engines"] == 1.0
+    # 8,000 tokens of the two steps after the first, in 4 s each
+    assert figures["compile"]["tokens_per_s"] == figures["compile"]["tokens_per_s off"] == 1000
+    assert (figures["compile"]["first_step_s"], figures["compile"]["difference"]) == (4.0, 0.0)
+    assert figures["long_rows"]["response_tokens"] == 12_000
+    assert figures["long_rows"]["memory_peak_mib"] == 70000
+    assert figures["evaluation"]["evaluations"] == 3
+    assert commands.environment == "RAY_ADDRESS=10.0.0.1:6379"
     lines = gpu_check.table(list(results.values()))
     assert len(lines) == 2 + len(STAGES) and all(line.startswith("|") for line in lines)
     if device == "cuda":
         by_backend = [settings_of(one).get("weight_sync.backend") for one in commands.seen]
         assert {"ipc", "nccl"} <= set(by_backend)
+        assert not list((tmp_path / "models").glob("*7B*")), "tens of gigabytes are left"
+        ranks = [settings_of(one).get("learner.ranks") for one in commands.seen]
+        assert "8" in ranks, "the learner does not fill its node"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mib", "free_gb", "trained"),
+    [
+        (8, 81559, 1000, "all weights"),
+        (8, 81559, 100, "adapters"),  # a checkpoint of all weights has no room on the disk
+        (2, 81559, 1000, "adapters"),
+        (1, 81559, 1000, "adapters"),
+        (1, 24576, 1000, "needs about"),
+        (1, 81559, 20, "GB of disk"),
+    ],
+)
+def test_a_7b_model_is_trained_as_the_machine_allows(
+    tmp_path: Path,
+    machine_of: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    mib: int,
+    free_gb: int,
+    trained: str,
+) -> None:
+    machine_of(gpus, mib)
+    free = SimpleNamespace(free=free_gb * 1e9)
+    monkeypatch.setattr(sizes.shutil, "disk_usage", lambda _: free)
+    commands = Commands()
+    result = run_stage("seven_b", check_of(tmp_path, commands), gpus)
+    if result.outcome == "left out":
+        assert trained in result.reason and not commands.seen
+    else:
+        assert result.figures["trained"] == trained, result
+        [run] = [settings_of(one) for one in commands.seen if "async_grpo.run" in one]
+        assert run.get("model.lora") == (None if trained == "all weights" else "{}")
+
+
+def test_what_compilation_changes_beyond_rounding_fails_the_stage(tmp_path: Path) -> None:
+    commands = Commands()
+    commands.compiled_loss = 0.2
+    result = run_stage("compile", check_of(tmp_path, commands), 1)
+    assert "differ by 0.1 from those without compilation" in result.reason
+    commands.compiled_loss = 0.1 + 1e-2
+    assert run_stage("compile", check_of(tmp_path, commands), 1).outcome == "passed"
+    on_cpu = run_stage("compile", check_of(tmp_path / "cpu", commands, device="cpu"), 0)
+    assert on_cpu.outcome == "failed", "float32 is closer"
+
+
+def test_a_stage_that_cannot_run_here_is_left_out(tmp_path: Path) -> None:
+    commands = Commands()
+    check = check_of(tmp_path, commands, device="cpu")
+    assert "on GPUs only" in run_stage("fp8", check, 0).reason
+    result = run_stage("two_nodes", check, 0)
+    assert (result.outcome, commands.seen) == ("left out", [])
+    assert "--address ADDRESS" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("here", "said"), [([], "neither"), (["EngineCore", "LearnerProcess"], "and")]
+)
+def test_learner_and_engines_have_a_node_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: list[str], said: str
+) -> None:
+    check = check_of(tmp_path, Commands())
+    check.address = "10.0.0.1:6379"
+    monkeypatch.setattr(training, "processes", lambda called: [1] * (called in here))
+    result = run_stage("two_nodes", check, 2)
+    assert result.outcome == "failed" and said in result.reason
+
+
+def test_a_run_is_resumed_with_fewer_ranks_in_bfloat16(tmp_path: Path) -> None:
+    commands = Commands()
+    assert run_stage("resume_ranks", check_of(tmp_path, commands), 2).outcome == "passed"
+    first, second = map(settings_of, commands.seen)
+    assert (first.pop("learner.ranks"), second.pop("learner.ranks")) == ("2", "1")
+    assert first["model.dtype"] == second["model.dtype"] == "bfloat16"
+    # 30 more than it had when it was stopped
+    assert (first["run.total_steps"], second["run.total_steps"]) == ("300", "51")
+    assert first["run.dir"] == second["run.dir"]
+
+
+def test_an_engine_stands_still_when_it_is_killed_in_a_publication(
+    tmp_path: Path, engine: Engine
+) -> None:
+    victim, states = engine(), []
+    check = check_of(tmp_path, Commands())
+
+    def pause(seconds: float) -> None:
+        deadline = time.monotonic() + 10
+        stat = Path(f"/proc/{victim.pid}/stat")
+        while stat.read_text().split()[2] != "T" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        states.append((seconds, stat.read_text().split()[2]))
+
+    check.pause = pause
+    assert run_stage("kill_publishing", check, 3).outcome == "passed"
+    assert states == [(15.0, "T")] and victim.wait(10) == -9
 
 
 def test_stages_without_their_gpus_are_left_out(tmp_path: Path) -> None:
@@ -170,10 +327,18 @@ def test_a_stage_that_fails_says_why_and_keeps_its_output(
     assert result.tail[0] == "-- ipc-float32.log" and "weights arrive" in result.tail[1]
 
 
-def test_what_should_have_happened_is_asked_for(tmp_path: Path, child: Any) -> None:
-    line = LINE | {"cluster/restarts": 0.0, "replay/steps": 9.0}
+def test_what_should_have_happened_is_asked_for(tmp_path: Path, engine: Engine) -> None:
+    line = LINE | {"cluster/restarts": 0.0, "replay/steps": 9.0, "rollout/response_length": 9.0}
+    engine()
     check = check_of(tmp_path, Commands(lines=[line]))
     assert "the run did not notice" in run_stage("kill", check, 1).reason
+    assert "there was none during training" in run_stage("evaluation", check, 1).reason
+    assert "responses have 9 tokens, of 15872" in run_stage("long_rows", check, 1).reason
+    assert "1 steps were trained again" in run_stage("compile", check, 1).reason
+    missed = Commands(lines=[LINE | {"weights/dropped_engines": 0.0, "replay/steps": 9.0}])
+    engine()
+    missed = check_of(tmp_path / "missed", missed)
+    assert "no publication was under way" in run_stage("kill_publishing", missed, 3).reason
     assert "left no checkpoint" in run_stage("tensor_parallel", check, 2).reason
     early = check_of(tmp_path / "early", Commands(lines=[LINE | {"replay/steps": 0.0}]))
     early.until_step = ended  # type: ignore[method-assign]
@@ -267,7 +432,7 @@ def test_memory_that_a_gpu_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu == Gpu("NVIDIA GB10", None) and str(gpu) == "NVIDIA GB10 (memory unknown)"
     with Memory() as memory:
         pass
-    assert memory.peak == 0
+    assert memory.peaks == [0]
     assert until_free([0.0]) == 0
 
 
@@ -290,7 +455,7 @@ def test_a_stage_begins_when_the_memory_of_the_one_before_is_free(
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if gpu_check.gpus():
+    if gpu_machine.gpus():
         pytest.skip("there is one")
     with pytest.raises(SystemExit) as ended:
         gpu_check.main([])
@@ -331,4 +496,4 @@ def test_memory_is_the_highest_that_was_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_machine, "smi", smi)
     with Memory() as memory:
         assert seen.wait(10)
-    assert memory.peak == 900
+    assert memory.peaks == [900]

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support import commands
 from tests.support.dockerfile import Instruction, instructions, left_out
+from tests.support.installer import installer
 from tests.support.snippets import ROOT
-from tests.test_install import installer
 
 DOCKERFILE, IGNORE = ROOT / "Dockerfile", ROOT / ".dockerignore"
 FOUND = instructions(DOCKERFILE)
