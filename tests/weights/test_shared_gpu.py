@@ -29,7 +29,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         handle.target.dead = True
         handle.target._life.card.free("learner.", "rest")
 
+    async def nothing(*_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
     monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(rollout_actors, "examine", nothing)
     monkeypatch.setattr(learner_group, "FREED_S", 0.0)
     monkeypatch.setattr(restart_budget, "BACK_OFF_S", (0.0,))
     monkeypatch.setattr(rollout_actors, "PROBE_INTERVAL_S", 0.005)
