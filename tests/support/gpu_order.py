@@ -16,6 +16,7 @@ at once although another stream still reads it, unless that was said (`record_st
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -54,10 +55,12 @@ class Gpu(TorchDispatchMode):
     """
 
     def __init__(self, copy_s: float = 0.0) -> None:
-        """copy_s: how long a copy takes, or joining tensors, before it reads."""
+        """copy_s: how long a copy takes, before it reads; joining tensors as long, or three times
+        as long, in turn.
+        """
         super().__init__()
         self.reused = 0
-        self._copy_s = copy_s
+        self._copy_s, self._longer = copy_s, itertools.cycle((1, 3))
         self._blocks: list[np.ndarray] = []  # never given back: enqueued work holds addresses
         self._free: dict[Stream, list[tuple[np.ndarray, list[Callable[[], bool]]]]] = {}
         self._returned: deque[tuple[Stream, np.ndarray]] = deque()
@@ -85,7 +88,8 @@ class Gpu(TorchDispatchMode):
         if func is _aten.cat.default:
             out = self._empty(torch.cat([part.to("meta") for part in args[0]]))
             target, sources = self.address(out), [self.address(part) for part in args[0]]
-            _current_stream().enqueue(lambda: self._cat(target, sources))
+            seconds = self._copy_s * next(self._longer)
+            _current_stream().enqueue(lambda: self._cat(target, sources, seconds))
             return out
         raise NotImplementedError(f"the double of a GPU does not know {func}")
 
@@ -114,8 +118,8 @@ class Gpu(TorchDispatchMode):
         time.sleep(self._copy_s)
         target.copy_(source)
 
-    def _cat(self, target: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        time.sleep(self._copy_s)
+    def _cat(self, target: torch.Tensor, sources: list[torch.Tensor], seconds: float) -> None:
+        time.sleep(seconds)
         torch.cat(sources, out=target)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
