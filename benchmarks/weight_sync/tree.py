@@ -15,12 +15,12 @@ VERDICT (2026-11-28): no tree.
 - The flat communicator is the fastest at every size, and hardly depends on it: 7B at 50 GB/s takes
   0.30 s to 8 engines and 0.33 s to 1,024. A tree sends all bytes twice through a network card.
 - A failure tears all of the flat one. At Llama 3's rate of failures that costs 1,024 engines of 7B
-  0.2 % of the time at most, of 70B 1 % to 4 %; a tree's second sending costs 1 % and 9 %.
+  0.2 % of the time at most, of 70B 1 % to 3 %; a tree's second sending costs 1 % and 9 %.
 - With machines that are taken back once a day, flat costs more than 5 % and more than a tree from
   about 650 engines of 7B, 230 of 32B and 110 of 70B on; where NCCL starts slowly, from 410, 50
   and 25.
 - There, self-checks of one engine after another and four senders cost as much as the group's size.
-  With one check for all newcomers and one sender, flat does for 950, 540 and 270 (500, 120, 60).
+  With one check for all newcomers and one sender, flat does for 960, 540 and 270 (500, 120, 60).
   So that is to be built first, then families of 10 to 20 machines.
 - A group of more than some 5,700 ranks (1,300) does not form within `deadlines.rendezvous_s`.
 
@@ -341,20 +341,26 @@ def both(costs: Sequence[Cost], figure: str, digits: str) -> str:
     return " / ".join(f"{getattr(one, figure):{digits}}" for one in costs)
 
 
+def flat_does(
+    model: Model, way: Way, engines: int, *, bandwidth: float, per_rank: float, failures: float
+) -> bool:
+    """Whether the flat communicator costs no more than LIMIT, or no more than the best tree."""
+    flat, *others = (
+        cost(model, tree, way, bandwidth=bandwidth, per_rank=per_rank, failures=failures).share
+        for tree in layouts(model.machines(engines)).values()
+    )
+    return flat <= max(LIMIT, min(others, default=flat))
+
+
 def flat_does_until(
     model: Model, way: Way, *, bandwidth: float, per_rank: float, failures: float
 ) -> int:
-    """Return the largest number of engines, in whole machines, up to ENGINES, until which the flat
-    communicator costs no more than LIMIT, or no more than the best tree.
-    """
-    done = 0
-    each = GPUS // model.tensor_parallel
+    """Return until how many engines, in whole machines and up to ENGINES, the flat one does."""
+    done, each = 0, GPUS // model.tensor_parallel
     for engines in range(each, ENGINES[-1] + 1, each):
-        shares = [
-            cost(model, tree, way, bandwidth=bandwidth, per_rank=per_rank, failures=failures).share
-            for tree in layouts(model.machines(engines)).values()
-        ]
-        if shares[0] > max(LIMIT, min(shares)):
+        if not flat_does(
+            model, way, engines, bandwidth=bandwidth, per_rank=per_rank, failures=failures
+        ):
             break
         done = engines
     return done

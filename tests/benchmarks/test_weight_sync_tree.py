@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from async_grpo.weights.transport import PACKED_BYTES
@@ -92,16 +90,35 @@ def test_one_sender_and_one_check_cost_less() -> None:
     assert costs(8, Way(), failures=0.0).share == pytest.approx(usual.sending)
 
 
-def test_the_verdict_is_the_programs() -> None:
+@pytest.mark.parametrize(
+    ("failures", "engines", "does"),
+    [
+        ("Llama 3", (1_024, 1_024, 1_024), True),
+        ("preemptible", (600, 200, 100), True),
+        ("preemptible", (700, 260, 120), False),
+    ],
+)
+def test_the_verdict_is_the_programs(failures: str, engines: tuple[int, ...], does: bool) -> None:
     """What the module says at its beginning, and docs/explanation/weight-sync.md after it."""
-    rates, starts = tree.FAILURES, tree.INIT_S_PER_RANK
-    until = {
-        (model.name, name): tree.flat_does_until(
-            model, Way(), bandwidth=BANDWIDTH, per_rank=starts["fast"], failures=failures
+    for model, count in zip(MODELS, engines, strict=True):
+        found = tree.flat_does(
+            model,
+            Way(),
+            count,
+            bandwidth=BANDWIDTH,
+            per_rank=tree.INIT_S_PER_RANK["fast"],
+            failures=tree.FAILURES[failures],
         )
-        for model in (MODELS[0], MODELS[2])
-        for name, failures in rates.items()
-    }
-    assert until["7B", "Llama 3"] == until["70B", "Llama 3"] == 1_024
-    assert math.isclose(until["7B", "preemptible"], 650, rel_tol=0.05)
-    assert math.isclose(until["70B", "preemptible"], 110, rel_tol=0.05)
+        assert found == does, (model.name, count)
+
+
+def test_the_search_ends_at_the_first_number_that_does_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tree, "flat_does", lambda model, way, engines, **_: engines < 50)
+    found = [
+        tree.flat_does_until(model, Way(), bandwidth=1.0, per_rank=1.0, failures=1.0)
+        for model in MODELS
+    ]
+    assert found == [48, 48, 48]
+    assert [tree.GPUS // model.tensor_parallel for model in MODELS] == [8, 4, 2]
