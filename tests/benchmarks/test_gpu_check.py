@@ -174,15 +174,15 @@ def test_every_stage_passes_where_its_commands_do(
     """With configurations that are valid, and every figure that the table promises."""
     machine_of(8, 81559)
     monkeypatch.setattr(sizes.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(training, "processes", lambda called: [1] * (called == "EngineCore"))
     commands = Commands()
     check = check_of(tmp_path, commands, device=device)
     check.address = "10.0.0.1:6379"
     results = {}
     for name in STAGES:
-        victim = engine() if name.startswith("kill") or name == "two_nodes" else None
+        victim = engine() if name.startswith("kill") else None
         results[name] = run_stage(name, check, 8)
-        if name.startswith("kill"):
-            assert victim.wait(10) == -9, "the engine was not killed"
+        assert victim is None or victim.wait(10) == -9, "the engine was not killed"
     left_out = {"fp8"} if device == "cpu" else set()
     assert {name for name, one in results.items() if one.outcome == "left out"} == left_out
     passed = {name: one for name, one in results.items() if name not in left_out}
