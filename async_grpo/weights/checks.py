@@ -400,10 +400,8 @@ class LoadPathCheck:
     async def _within(self, engine: EngineHandle, work: Awaitable[Any]) -> Any:
         seconds = self._config.weight_sync.deadlines.acknowledge_s
         try:
-            async with (
-                self._gpu.turn("engines"),
-                asyncio.timeout(seconds),
-            ):  # swallows no cancellation
+            # which, unlike `wait_for`, swallows no cancellation
+            async with self._gpu.turn("engines"), asyncio.timeout(seconds):
                 return await work
         except TimeoutError as error:
             raise TimeoutError(
