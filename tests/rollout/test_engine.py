@@ -274,7 +274,7 @@ async def test_a_response_sleeps_with_its_engine_and_nothing_of_its_caches_is_le
     before all is awake; the memory stays.
     """
     serving, engine = run.serving, run.serving.engine
-    await run.publish(1)
+    await run.coordinator.start(0)
     greedy = Sampling(n=1, max_tokens=90, temperature=0.0)
     prompt = list(range(3, 3 + 70))
     [whole] = await serving.ask(engine.generate(prompt[:30], greedy))
@@ -303,6 +303,7 @@ async def test_weights_that_come_while_an_engine_sleeps_are_those_that_it_wakes_
     run: Run,
 ) -> None:
     serving, engine = run.serving, run.serving.engine
+    await run.coordinator.start(0)
     before = await run.publish(1)
     greedy = Sampling(n=1, max_tokens=90, temperature=0.0)
     under_way = serving.ask(engine.generate(PROMPT, greedy, name="waits"))
@@ -327,11 +328,12 @@ async def test_an_engine_with_a_torn_load_sleeps_and_does_not_wake_before_a_whol
     run: Run,
 ) -> None:
     serving, engine = run.serving, run.serving.engine
-    await run.publish(1)
+    await run.coordinator.start(0)
     await serving.ask(engine.sleep())
-    torn = Announcement(engine.serving, "shared_memory", {"path": "/nowhere"}, "", 0)
-    receipt = await serving.receive(torn)
-    assert receipt.failure
+    await serving.ask(engine._llm.collective_rpc(cut_next_load, args=(5,)))
+    announcement = run.sender.stage(run.coordinator._label(1), verify=False)
+    receipt = await serving.receive(announcement)
+    assert receipt.failure == "torn"
     await serving.ask(engine.sleep())
     await serving.ask(engine.wake())
     assert engine.paused and await paused(serving)
