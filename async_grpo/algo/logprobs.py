@@ -71,7 +71,7 @@ def token_logprobs(
         return logprobs, entropy if with_entropy else None
     if linear is not None:
         how = (project, size, temperature, with_entropy)
-        logprobs, entropy = _LinearLogProbs.apply(hidden, targets, *linear, *how)
+        logprobs, entropy = _of_product(hidden, targets, *linear, *how)
         return logprobs, entropy if with_entropy else None
     compute: Callable[..., tuple[Tensor, Tensor]] = chunk_logprobs
     if torch.is_grad_enabled():
@@ -103,8 +103,8 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, grad_picked: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
-        gradients = grad_picked, grad_entropy
-        return _of_logits(logits, targets, entropy, *gradients, ctx.temperature), None, None, None
+        found = _of_logits(logits, targets, entropy, grad_picked, grad_entropy, ctx.temperature)
+        return found, None, None, None
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -151,10 +151,11 @@ class _LinearLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.size):
             rows = slice(start, start + ctx.size)
             part = hidden[rows]
-            ups = [None if up is None else up[rows] for up in (grad_picked, grad_entropy)]
-            gradient = _of_logits(
-                ctx.project(part), targets[rows], entropy[rows], *ups, ctx.temperature
+            up, of_entropy = (
+                None if one is None else one[rows] for one in (grad_picked, grad_entropy)
             )
+            logits, there = ctx.project(part), entropy[rows]
+            gradient = _of_logits(logits, targets[rows], there, up, of_entropy, ctx.temperature)
             if of_bias is not None:
                 of_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)
@@ -203,6 +204,7 @@ def _of_logits(
 _picked_and_entropy: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] = (
     _LogProbs.apply
 )
+_of_product: Callable[..., tuple[Tensor, Tensor]] = _LinearLogProbs.apply
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

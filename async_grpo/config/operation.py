@@ -139,8 +139,7 @@ class EngineConfig(Section):
     sleep: Literal["auto"] | bool = "auto"
     """Take turns on GPUs that the learner shares: engines give their memory back while it computes,
     the learner while they generate. `auto`: where both do not fit together and
-    `replay.max_staleness` is 0 or 1. `layout` says who shares, not when; turns cost copies, and
-    groups get `watchdog.step_timeout_s` longer.
+    `replay.max_staleness` is 0 or 1. Groups get `watchdog.step_timeout_s` longer.
     """
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that an engine may use. On a GPU that the learner shares it takes
