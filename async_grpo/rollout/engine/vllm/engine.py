@@ -382,51 +382,49 @@ class VllmEngine:
     async def receive(self, announcement: Announcement) -> Receipt:
         """See `Engine.receive`."""
         async with self._changes:
-            return await self._receive(announcement)
-
-    async def _receive(self, announcement: Announcement) -> Receipt:
-        self._refuse_older(announcement.label)
-        self._steady.clear()
-        self._mixed = True
-        started, limits = time.perf_counter(), self._deadlines
-        asleep, lost = self._asleep, [0]
-        if asleep:  # its caches are gone, and counted (`sleep`)
-            in_flight, clears, why = 0, True, "it slept"
-            await self._wake_up(["weights"])
-        else:
-            self._caches.paused()
-            in_flight = self._tokens_in_flight()
-            clears, why = self._caches.clears(in_flight)
-            # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by
-            # time and not by their labels.
-            pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clears)
-            await _within(limits.pause_s, "pause", pause)
-            self._counted.speeds.interrupted()
-            lost = await self._workers("cached_tokens") if clears else lost
-        paused = time.perf_counter()
-        outcome = self._receipt(await self._workers("take_publication", announcement.payload))
-        if outcome.failure:
-            return outcome
-        loaded = time.perf_counter()
-        await _within(limits.resume_s, "resume", self._go_on(announcement.label))
-        resumed = time.perf_counter()
-        seconds = {
-            "pause": paused - started,
-            "load": loaded - paused,
-            "resume": resumed - loaded,
-            "total": resumed - started,
-        }
-        again = [length for length in self._lengths().values() if clears and length]
-        self._counted.speeds.resumed(again)
-        if not asleep:
-            self._caches.resumed(lost[0], self._lengths)
-        return Receipt(
-            self.serving,
-            seconds=seconds,
-            recomputed_tokens=lost[0],
-            kept_tokens=0 if clears else in_flight,
-            kv_cache=f"{'computed again' if clears else 'kept'} ({why})",
-        )
+            self._refuse_older(announcement.label)
+            self._steady.clear()
+            self._mixed = True
+            started, limits = time.perf_counter(), self._deadlines
+            asleep, lost = self._asleep, [0]
+            if asleep:  # its caches are gone, and counted (`sleep`)
+                in_flight, clears, why = 0, True, "it slept"
+                await self._wake_up(["weights"])
+            else:
+                self._caches.paused()
+                in_flight = self._tokens_in_flight()
+                clears, why = self._caches.clears(in_flight)
+                # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by
+                # time and not by their labels.
+                core = self._llm.engine_core
+                pause = core.pause_scheduler_async(mode="keep", clear_cache=clears)
+                await _within(limits.pause_s, "pause", pause)
+                self._counted.speeds.interrupted()
+                lost = await self._workers("cached_tokens") if clears else lost
+            paused = time.perf_counter()
+            outcome = self._receipt(await self._workers("take_publication", announcement.payload))
+            if outcome.failure:
+                return outcome
+            loaded = time.perf_counter()
+            await _within(limits.resume_s, "resume", self._go_on(announcement.label))
+            resumed = time.perf_counter()
+            seconds = {
+                "pause": paused - started,
+                "load": loaded - paused,
+                "resume": resumed - loaded,
+                "total": resumed - started,
+            }
+            again = [length for length in self._lengths().values() if clears and length]
+            self._counted.speeds.resumed(again)
+            if not asleep:
+                self._caches.resumed(lost[0], self._lengths)
+            return Receipt(
+                self.serving,
+                seconds=seconds,
+                recomputed_tokens=lost[0],
+                kept_tokens=0 if clears else in_flight,
+                kv_cache=f"{'computed again' if clears else 'kept'} ({why})",
+            )
 
     async def sleep(self) -> int:
         """See `Engine.sleep`."""
