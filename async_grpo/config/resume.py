@@ -21,6 +21,8 @@ from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 from async_grpo.config.stored import digested, renewed
 
+_SINCE = ("replay.order", "algorithm.calculate_entropy", "learner.kernels")
+"""Settings that digests count since there were digests: at their default they are left out."""
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
 """They reach the weights only through a learning rate that falls to an end."""
 _FALLS = frozenset({"linear", "cosine"})
@@ -149,8 +151,9 @@ def training_digest(config: Config) -> str:
         for name, mark in marks().items()
         if mark.trains and not (endless and name in _LENGTH)
     }
-    if parts["replay.order"] == known["replay.order"].default:
-        del parts["replay.order"]  # as in digests of before it counted
+    for name in _SINCE:
+        if parts[name] == known[name].default:
+            del parts[name]
     plain = {
         name: value is not None if known[name].section else value
         for name, value in parts.items()

@@ -59,6 +59,9 @@ def renewed(settings: Mapping[str, Any]) -> dict[str, Any]:
         new["replay"] = {**replay, "filter_groups": groups}
     if isinstance(sync, Mapping) and isinstance(sync.get("backend", "auto"), str):
         new["weight_sync"] = _weight_sync(sync, settings)
+    engine = _inside(settings, "cluster", "engine")
+    if isinstance(engine, Mapping) and engine.get("kv_cache_gb", "") is None:
+        new["cluster"] = {**settings["cluster"], "engine": {**engine, "kv_cache_gb": "auto"}}
     if isinstance(callbacks := _inside(settings, "run", "callbacks"), Mapping):
         kept = {name: copy.copy(one) for name, one in callbacks.items() if name != _STREAM}
         new["run"] = {**settings["run"], "callbacks": kept}

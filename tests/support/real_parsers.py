@@ -162,6 +162,8 @@ def _imported(node: ast.Import, name: str) -> Any:
 def _imported_from(node: ast.ImportFrom, name: str) -> Any:
     [alias] = [one for one in node.names if name == (one.asname or one.name)]
     inner = f"{node.module}.{alias.name}"
+    if file_of(inner) is not None:  # a module, not a name in one
+        return importlib.import_module(inner)
     if node.module.split(".")[0] not in OURS or node.module.startswith(LIGHT):
         return getattr(importlib.import_module(node.module), alias.name)
     if (file := file_of(node.module)) is not None:

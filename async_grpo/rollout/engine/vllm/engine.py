@@ -394,8 +394,8 @@ class VllmEngine:
                 self._caches.paused()
                 in_flight = self._tokens_in_flight()
                 clears, why = self._caches.clears(in_flight)
-                # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by
-                # time and not by their labels.
+                # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs
+                # by time and not by their labels.
                 core = self._llm.engine_core
                 pause = core.pause_scheduler_async(mode="keep", clear_cache=clears)
                 await _within(limits.pause_s, "pause", pause)
