@@ -50,7 +50,8 @@ def fitted(
         config = _engine_with(config, sleep=False)
     found, learner = _micro_batches(config, shape, placement, backend=backend, there=there)
     may = placement.colocated and given == "auto" and config.replay.max_staleness <= 1
-    if may and there is not None and needed_bytes(found, shape, placement, backend) > there:
+    apart = needed_bytes(found, shape, placement, backend)
+    if may and there is not None and apart > _TAKEN * there:
         config, turns = _engine_with(config, sleep=True), "learner and engine take turns on the GPU"
         found, learner = _micro_batches(config, shape, placement, backend=backend, there=there)
     found, engine = _cache(found, shape, placement, backend=backend, there=there)
@@ -236,7 +237,9 @@ def _remedies(
     if placement.colocated and cache is not None and cache > 1:
         yield "cluster.engine.kv_cache_gb=1", need(_engine_with(config, kv_cache_gb=1.0))
     if placement.colocated and config.cluster.engine.sleep == "auto":
-        yield "replay.max_staleness=1", need(_engine_with(config, sleep=True))
+        old = config.replay.max_staleness > 1
+        turns = "replay.max_staleness=1" if old else "cluster.engine.sleep=true"
+        yield turns, need(_engine_with(config, sleep=True))
     if config.model.lora is None:
         of = replace(shape, trained=shape.parameters // _ADAPTERS, frozen=shape.parameters)
         yield "model.lora={}", need(_changed(config, "model", lora=Lora()), of)

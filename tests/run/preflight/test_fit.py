@@ -324,6 +324,7 @@ def test_a_cache_that_is_given_or_of_a_gpu_of_its_own_stays(
     ("memory", "staleness", "given", "sleeps", "fits"),
     [
         (112, 1, "auto", "auto", True),
+        (102, 1, "auto", True, True),  # 99 % together, by an estimate
         (90, 0, "auto", True, True),
         (88, 1, "auto", True, True),
         (88, 1, False, False, False),
@@ -369,3 +370,11 @@ def test_turns_are_offered_to_a_run_of_a_larger_staleness() -> None:
     config = config_of(replay={"max_staleness": 2})
     [sentence] = chosen(config, known("Qwen3-4B", config), "gpus=1,memory=88")[2]
     assert "replay.max_staleness=1 (" in sentence
+
+
+def test_a_running_learner_out_of_memory_is_offered_turns_by_their_own_setting() -> None:
+    learner = {"gradient_checkpointing": True, "tokens_per_micro_batch": 4096}
+    config = config_of(replay={"max_staleness": 1}, learner=learner)
+    placement = place(config, assumed_nodes("gpus=1,memory=96"))
+    said = what_helps(config, known("Qwen3-4B", config), placement, "ipc", most=0)
+    assert "cluster.engine.sleep=true (" in said and "max_staleness" not in said
