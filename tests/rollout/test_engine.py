@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, TransferMismatch
-from async_grpo.rollout.engine.base import EngineError, Sampling
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
@@ -340,6 +340,49 @@ async def test_an_engine_with_a_torn_load_sleeps_and_does_not_wake_before_a_whol
     assert engine.paused and await paused(serving)
     model = await run.publish(2)
     assert await serving.distance(model) < 1e-4
+
+
+async def test_tokens_come_many_at_a_time_and_all_of_them_at_a_pause(
+    engine: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front end's work is by output: were each token one, it would have 720 here."""
+    ours, n, length = engine.engine, 8, 90
+    processor, speeds, old = ours._llm.output_processor, ours._counted.speeds, ours.serving
+    process, stepped = processor.process_outputs, speeds.stepped
+    outputs = sampled = 0
+
+    def processed(found: list[Any], *rest: Any, **more: Any) -> Any:
+        nonlocal outputs
+        outputs += len(found)
+        return process(found, *rest, **more)
+
+    def counted(tokens: int, **more: Any) -> None:
+        nonlocal sampled
+        sampled += tokens
+        stepped(tokens, **more)
+
+    monkeypatch.setattr(processor, "process_outputs", processed)
+    monkeypatch.setattr(speeds, "stepped", counted)
+
+    async def scenario() -> tuple[int, list[Completion]]:
+        sampling = Sampling(n=n, max_tokens=length, temperature=1.0)
+        task = asyncio.ensure_future(ours.generate([5, 6, 7], sampling, name="many"))
+        while sampled < n * 40:
+            await asyncio.sleep(0.001)
+        await ours._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        begun = {len(one.token_ids) for one in ours.so_far("many").values()}
+        assert begun == {sampled // n}, "a pause leaves nothing behind"
+        await ours._set_label("v0.7")
+        await ours._llm.resume_generation()
+        return begun.pop(), await task
+
+    try:
+        begun, responses = await asyncio.wait_for(engine.ask(scenario()), LATE_S)
+    finally:
+        await engine.ask(ours._set_label(old))
+    for response in responses:
+        assert response.labels == [(old, 0, begun), ("v0.7", begun, length)]
+    assert sampled == n * length and outputs < n * length / 8
 
 
 async def test_a_flipped_byte_ends_the_run_and_the_engine_stays_paused(probed: Run) -> None:

@@ -121,7 +121,7 @@ class Engine(Protocol):
         """
 
     def so_far(self, name: str) -> dict[int, Completion]:
-        """Partial responses of a running `generate`, by index."""
+        """Partial responses of a running `generate`, by index; the last tokens may be missing."""
 
     def cut_off(self, name: str) -> int:
         """Tokens of a request for rollouts that was aborted or refused; the second call gives 0."""

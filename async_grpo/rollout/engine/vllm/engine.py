@@ -81,10 +81,12 @@ class CountedRequests:
                 **kwargs: object,
             ) -> None:
                 if iteration_stats is not None:
-                    tokens = iteration_stats.num_generation_tokens
-                    sampled["total"] += tokens
-                    goes_on = scheduler_stats is not None and scheduler_stats.num_running_reqs > 0
-                    speeds.stepped(tokens, goes_on=goes_on)
+                    sampled["total"] += iteration_stats.num_generation_tokens
+                if scheduler_stats is not None and scheduler_stats.iteration_details is not None:
+                    tokens = scheduler_stats.iteration_details.num_generation_tokens
+                    goes_on = scheduler_stats.num_running_reqs > 0
+                    if tokens:
+                        speeds.stepped(tokens, goes_on=goes_on)
 
         return Total
 
@@ -179,6 +181,8 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core_client import AsyncMPClient
 
+        from async_grpo.rollout.engine.vllm.scheduler import HeldOutputs
+
         pause = inspect.signature(AsyncMPClient.pause_scheduler_async)
         if not {"mode", "clear_cache"} <= pause.parameters.keys():
             raise SetupError(
@@ -195,7 +199,9 @@ class VllmEngine:
             gpu_bytes=gpu_bytes() if shared else None,
         )
         transfer = WeightTransferConfig(backend=transfer_name(backend))
-        args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
+        args = AsyncEngineArgs(
+            **arguments, weight_transfer_config=transfer, scheduler_cls=HeldOutputs
+        )
         adapt(args, device=device, given=arguments)
         counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
@@ -317,7 +323,7 @@ class VllmEngine:
 
     def so_far(self, name: str) -> dict[int, Completion]:
         """Partial responses of a running `generate`, by index, read from what vLLM has gathered for
-        the final answer: its streaming would cost time for every token.
+        the final answer, but for the tokens that are held (`scheduler`).
         """
         found: dict[int, Completion] = {}
         for state in _states(self._llm, name):

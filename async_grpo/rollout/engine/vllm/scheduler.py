@@ -1,0 +1,115 @@
+"""vLLM's scheduler, which tells the front end of several tokens of a response at a time.
+
+Runs in: EngineCore's process. The front end decodes, files and counts every output, whether it
+carries one token or sixteen; at one token each, that is what bounds the engine of a small model.
+Hides what is held back:
+
+    a step: one token of each response -> held; every sixteenth goes, with those before it
+    a first token, a last one, and what carries more than tokens -> goes at once
+
+Invariants: tokens and log-probs arrive in order, and all of one output have one label, since a
+pause, between whose beginning and end labels change, lets go of everything that is held. What the
+front end knows of a running response is less than `HELD` steps old. The first token after a pause
+goes at once, too. Every step says how many tokens it has sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerIterationDetails
+from vllm.v1.outputs import LogprobsLists
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+HELD = 16
+"""Steps whose tokens go together."""
+_JOINED = {"request_id", "new_token_ids", "new_logprobs", "num_nans_in_logits", "trace_headers"}
+_more = attrgetter(*(one for one in EngineCoreOutput.__struct_fields__ if one not in _JOINED))
+
+# it warns of every scheduler that is not vLLM's own
+logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
+
+
+class HeldOutputs(Scheduler):
+    """The scheduler that vLLM would choose, but for the times at which outputs go."""
+
+    def __new__(cls, vllm_config: Any, **_: Any) -> HeldOutputs:
+        """Make one whose steps overlap, where vLLM has chosen that."""
+        overlaps = vllm_config.scheduler_config.async_scheduling
+        return object.__new__(_HeldAsyncOutputs if overlaps else cls)
+
+    def __init__(self, vllm_config: Any, **given: Any) -> None:
+        super().__init__(vllm_config=vllm_config, **given)
+        # of responses whose first token, or first one since a pause, has gone
+        self._held: dict[str, list[EngineCoreOutput]] = {}
+
+    def update_from_output(self, *of_step: Any) -> dict[int, EngineCoreOutputs]:
+        """Take the tokens of a step; return what goes."""
+        told: dict[int, EngineCoreOutputs] = super().update_from_output(*of_step)
+        step = told.setdefault(0, EngineCoreOutputs())  # for client 0: the one front end
+        tokens = sum(len(one.new_token_ids) for one in step.outputs)
+        step.outputs = [goes for one in step.outputs if (goes := self._pass(one)) is not None]
+        if self.pause_state is PauseState.PAUSED_ALL:
+            step.outputs += [_joined(held) for held in self._held.values() if held]
+            self._held.clear()
+        if step.scheduler_stats is not None:
+            step.scheduler_stats.iteration_details = SchedulerIterationDetails(
+                iteration_index=0,
+                num_ctx_requests=0,
+                num_ctx_tokens=0,
+                num_generation_requests=0,
+                num_generation_tokens=tokens,
+                elapsed_ms=0.0,
+            )
+        return told
+
+    def has_requests(self) -> bool:
+        """Whether to make a step: when paused, also an empty one, with which goes what is held."""
+        paused = self.pause_state is PauseState.PAUSED_ALL
+        return (paused and any(self._held.values())) or super().has_requests()
+
+    def finish_requests(self, *given: Any) -> list[Request]:
+        """End requests that the front end has forgotten."""
+        ended: list[Request] = super().finish_requests(*given)
+        for request in ended:
+            self._held.pop(request.request_id, None)
+        return ended
+
+    def _pass(self, new: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Hold an output back, or return it with those that were."""
+        name, held = new.request_id, self._held.get(new.request_id, [])
+        held.append(new)
+        more = any(map(is_not, _more(new), repeat(None)))
+        if name in self._held and len(held) < HELD and not more:
+            return None
+        if new.finish_reason is None:
+            self._held[name] = []
+        else:
+            self._held.pop(name, None)
+        return _joined(held)
+
+
+class _HeldAsyncOutputs(HeldOutputs, AsyncScheduler):
+    pass
+
+
+def _joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Make one output of those of a response, in order; all but the last carry tokens only."""
+    if len(outputs) == 1:
+        return outputs[0]
+    last = outputs[-1]
+    last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+    found = [one.new_logprobs[:3] for one in outputs if one.new_logprobs is not None]
+    if found:
+        last.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*found, strict=True)))
+    return last

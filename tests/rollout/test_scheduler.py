@@ -1,0 +1,127 @@
+"""What the front end is told of, and when, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+
+from async_grpo.rollout.engine.vllm.scheduler import HELD, HeldOutputs
+
+
+def output(name: str, token: int, **more: Any) -> EngineCoreOutput:
+    """A token, whose log-prob is a hundredth of it."""
+    ids, values = np.array([[token]], np.int32), np.array([[token / 100]], np.float32)
+    logprobs = LogprobsLists(ids, values, np.array([token]), None)
+    return EngineCoreOutput(name, [token], logprobs, **more)
+
+
+class Steps:
+    """The scheduler over a stub of vLLM's: `step` is what it makes of a step's outputs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlaps: bool = False) -> None:
+        self._made: dict[int, EngineCoreOutputs] = {}
+        for base in (Scheduler, AsyncScheduler):
+            monkeypatch.setattr(base, "__init__", lambda scheduler, **_: None)
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: self._made)
+        monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
+        monkeypatch.setattr(
+            Scheduler,
+            "finish_requests",
+            lambda _, names, status: [SimpleNamespace(request_id=name) for name in names],
+        )
+        settings = SimpleNamespace(async_scheduling=overlaps)
+        self.scheduler = HeldOutputs(vllm_config=SimpleNamespace(scheduler_config=settings))
+        self.scheduler._pause_state = PauseState.UNPAUSED
+        self.told: dict[str, list[int]] = {}
+        self.outputs = 0
+
+    def step(self, *outputs: EngineCoreOutput) -> int:
+        """Make a step; return how many tokens it says that it has sampled."""
+        self._made = (
+            {0: EngineCoreOutputs(outputs=list(outputs), scheduler_stats=SchedulerStats())}
+            if outputs
+            else {}
+        )
+        told = self.scheduler.update_from_output(None, None)[0]
+        for one in told.outputs:
+            self.outputs += 1
+            ids, values, ranks, _ = one.new_logprobs
+            assert ids[:, 0].tolist() == one.new_token_ids == ranks.tolist()
+            np.testing.assert_array_equal(values[:, 0], np.float32(ids[:, 0] / 100))
+            self.told.setdefault(one.request_id, []).extend(one.new_token_ids)
+        stats = told.scheduler_stats
+        return stats.iteration_details.num_generation_tokens if stats else 0
+
+
+def test_a_response_is_told_of_once_in_so_many_steps_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, length = Steps(monkeypatch), 3 * HELD + 5
+    for token in range(length):
+        end = {"finish_reason": FinishReason.LENGTH} if token == length - 1 else {}
+        begun = {"prefill_stats": PrefillStats()} if token == 0 else {}
+        assert steps.step(output("a", token, **end, **begun), output("b", token + 50)) == 2
+        if token in (0, HELD - 1, HELD):
+            assert len(steps.told["a"]) == (HELD + 1 if token == HELD else 1)
+    assert steps.told["a"] == list(range(length)), "an ending takes what is held along"
+    assert steps.told["b"] == list(range(50, 50 + 3 * HELD + 1))
+    assert steps.outputs == 5 + 4
+
+
+def test_what_carries_more_than_tokens_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    for token in range(4):
+        steps.step(output("a", token))
+    steps.step(output("a", 4, routed_experts=np.zeros((1, 1, 1))))
+    assert steps.told["a"] == [0, 1, 2, 3, 4]
+    steps.step(output("a", 5))
+    assert len(steps.told["a"]) == 5
+
+
+def test_a_pause_lets_go_of_everything_before_labels_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch)
+    for token in range(5):
+        steps.step(output("a", token), output("b", token + 50))
+    assert not steps.scheduler.has_requests(), "while it runs, its responses keep it going"
+    steps.scheduler._pause_state = PauseState.PAUSED_ALL
+    assert steps.scheduler.has_requests(), "it makes one more step, without responses"
+    steps.step()
+    assert steps.told == {"a": [0, 1, 2, 3, 4], "b": [50, 51, 52, 53, 54]}
+    assert not steps.scheduler.has_requests()
+    steps.scheduler._pause_state = PauseState.UNPAUSED
+    steps.step(output("a", 5), output("b", 55))
+    assert steps.told["a"][-1] == 5 and steps.told["b"][-1] == 55, "the first one after it"
+    steps.step(output("a", 6))
+    assert steps.told["a"][-1] == 5
+
+
+def test_nothing_is_kept_of_a_request_that_was_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    for token in range(5):
+        steps.step(output("a", token))
+    steps.scheduler.finish_requests(["a", "unknown"], None)
+    assert not steps.scheduler._held
+    steps.scheduler._pause_state = PauseState.PAUSED_ALL
+    assert not steps.scheduler.has_requests()
+    steps.step()
+    assert steps.told == {"a": [0]}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_overlap_where_vllm_chose_that(
+    monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    """A class of one's own would switch it off, and a GPU would wait between steps."""
+    scheduler = Steps(monkeypatch, overlaps=overlaps).scheduler
+    assert isinstance(scheduler, AsyncScheduler) == overlaps
