@@ -63,13 +63,9 @@ class HeldOutputs(Scheduler):
             step.outputs += [_joined(held) for held in self._held.values() if held]
             self._held.clear()
         if step.scheduler_stats is not None:
+            # of its fields, only this one is read
             step.scheduler_stats.iteration_details = SchedulerIterationDetails(
-                iteration_index=0,
-                num_ctx_requests=0,
-                num_ctx_tokens=0,
-                num_generation_requests=0,
-                num_generation_tokens=tokens,
-                elapsed_ms=0.0,
+                0, 0, 0, 0, num_generation_tokens=tokens, elapsed_ms=0.0
             )
         return told
 
