@@ -15,7 +15,7 @@ from async_grpo.agents.external import External
 from async_grpo.config.schema import TaskConfig
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.rollout.chat_format import PlainFormat, chat_format_with
-from async_grpo.rollout.players import PlayerParts
+from async_grpo.rollout.episodes import PlayerParts
 
 
 class ServedPlayers:
@@ -33,13 +33,7 @@ class ServedPlayers:
         config = self._parts.config
         if isinstance(task, External):
             return await self.served(WorkHost(self._work, task, config.environment), task)
-        pool = EnvironmentPool(
-            settings,
-            config.environment,
-            weights=task.weights,
-            seed=config.seed,
-            cpu=self._parts.cpu,
-        )
+        pool = self._parts.pool(settings, task)
         self._pools.append(pool)
         await pool.start()
         return await self.served(ProgramHost(pool), task)
@@ -57,13 +51,10 @@ class ServedPlayers:
                 Path(config.run.dir), parts.name, url=self._endpoint.url, key=self._work.key
             )
         return ServedPlayer(
-            config,
-            engine=parts.engine,
+            parts,
+            host,
             endpoint=self._endpoint,
-            host=host,
-            tokenizer=tokenizer,
             weights=task.weights,
-            counts=parts.counts,
             formats=lambda tools: (
                 chat_format_with(config, tokenizer, tools) or PlainFormat(tokenizer)
             ),

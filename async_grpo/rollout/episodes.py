@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.config.schema import Config, RolloutConfig
+from async_grpo.config.schema import Config, RolloutConfig, TaskConfig
 from async_grpo.environments.base import Action, Content, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
 from async_grpo.rollout.chat_format import ChatFormat, Said
@@ -245,29 +245,43 @@ class GroupPlay:
         return found
 
 
+@dataclass(frozen=True)
+class PlayerParts:
+    """What all players of an actor share. name: the actor's; counts: where they add up episodes by
+    finish reason, turns, forks, and failures by reason; cpu: cores of the environments.
+    """
+
+    config: Config
+    engine: Engine
+    tokenizer: Any
+    counts: Counter[str]
+    name: str = ""
+    cpu: set[int] | None = None
+
+    def pool(self, settings: TaskConfig, task: Any) -> EnvironmentPool:
+        """Make the environments of a task, which are to be started."""
+        config, weights = self.config, task.weights
+        return EnvironmentPool(
+            settings, config.environment, weights=weights, seed=config.seed, cpu=self.cpu
+        )
+
+
 class EpisodePlayer:
     """Plays the episodes of one task on one engine."""
 
     def __init__(
         self,
-        config: Config,
-        *,
-        engine: Engine,
+        parts: PlayerParts,
         pool: EnvironmentPool,
-        tokenizer: Any,
+        *,
         weights: dict[str, float],
-        counts: Counter[str],
         chat: ChatFormat | None = None,
     ) -> None:
-        """weights: of the task's reward components. chat: of prompts that are messages. counts:
-        where episodes by finish reason, turns,
-        forks, and failures by reason are added up.
-        """
-        self._config, self._engine = config, engine
-        self._pool = pool
-        self._tokenizer, self._weights = tokenizer, weights
-        self._stops = frozenset(engine.stop_token_ids)
-        self._counts, self._chat = counts, chat
+        """weights: of the task's reward components. chat: of prompts that are messages."""
+        self._config, self._engine = parts.config, parts.engine
+        self._tokenizer, self._counts = parts.tokenizer, parts.counts
+        self._pool, self._weights = pool, weights
+        self._stops, self._chat = frozenset(self._engine.stop_token_ids), chat
 
     @property
     def open_episodes(self) -> int:

@@ -27,10 +27,10 @@ from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, Engine, Sampling, stop_tokens
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.episodes import PromptTooLong
+from async_grpo.rollout.episodes import PlayerParts, PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
-from async_grpo.rollout.players import Player, PlayerParts, Players
+from async_grpo.rollout.players import Player, Players
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
@@ -127,17 +127,8 @@ class EngineHost:
             player=self._player,
             cpu=others,
         )
-        players = Players(
-            PlayerParts(
-                config,
-                name=self.actor_id,
-                engine=engine,
-                tokenizer=tokenizer,
-                counts=self._counts,
-                cpu=others,
-            )
-        )
-        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, players)
+        shared = PlayerParts(config, engine, tokenizer, self._counts, self.actor_id, cpu=others)
+        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, Players(shared))
         if plays:
             player = await self._player(config.task, task)
             self._parts = replace(self._parts, player=player)

@@ -7,16 +7,14 @@ a task's own matter (`HasPlayers`): its class is imported by the name that the t
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from async_grpo.config.schema import Config, TaskConfig
+from async_grpo.config.schema import TaskConfig
 from async_grpo.environments.base import HasPlayers
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.rollout.chat_format import chat_format_of
-from async_grpo.rollout.engine.base import Engine, Purpose, Sampling
-from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay
+from async_grpo.rollout.engine.base import Purpose, Sampling
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PlayerParts
 from async_grpo.tasks.base import Problem
 
 
@@ -39,20 +37,6 @@ class Player(Protocol):
         """Play one episode. seed: of the environment. group: what it belongs to. Raises
         EnvironmentFailed, PromptTooLong, EngineError.
         """
-
-
-@dataclass(frozen=True)
-class PlayerParts:
-    """What all players of an actor share. name: the actor's; counts: where they add up what they
-    see; cpu: cores of the environments.
-    """
-
-    config: Config
-    name: str
-    engine: Engine
-    tokenizer: Any
-    counts: Counter[str]
-    cpu: set[int] | None
 
 
 class OutsidePlayers(Protocol):
@@ -78,24 +62,11 @@ class Players:
         if isinstance(task, HasPlayers):
             return await self.outside(task.players).of(settings, task)
         parts = self._parts
-        pool = EnvironmentPool(
-            settings,
-            parts.config.environment,
-            weights=task.weights,
-            seed=parts.config.seed,
-            cpu=parts.cpu,
-        )
+        pool = parts.pool(settings, task)
         self._pools.append(pool)
         await pool.start()
-        return EpisodePlayer(
-            parts.config,
-            engine=parts.engine,
-            pool=pool,
-            tokenizer=parts.tokenizer,
-            weights=task.weights,
-            counts=parts.counts,
-            chat=chat_format_of(parts.config, parts.tokenizer, task),
-        )
+        chat = chat_format_of(parts.config, parts.tokenizer, task)
+        return EpisodePlayer(parts, pool, weights=task.weights, chat=chat)
 
     def outside(self, path: str) -> Any:
         """Return the actor's one object of this class, `module:Class`."""

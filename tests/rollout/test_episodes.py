@@ -19,7 +19,13 @@ from async_grpo.config import schema
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
-from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
+from async_grpo.rollout.episodes import (
+    Episode,
+    EpisodePlayer,
+    GroupPlay,
+    PlayerParts,
+    PromptTooLong,
+)
 from async_grpo.rollout.evaluator import EngineEvaluator
 from async_grpo.rollout.host import Parts as LoadedParts
 from async_grpo.rollout.partial import FILE, PartialFile, Turn, encode, write_file
@@ -54,9 +60,8 @@ async def player_of(
     pool = EnvironmentPool(task, config.environment, weights={"value": 1.0}, seed=0)
     counts: Counter[str] = Counter()
     await pool.start()
-    player = EpisodePlayer(
-        config, engine=engine, pool=pool, tokenizer=Letters(), weights={"value": 1.0}, counts=counts
-    )
+    parts = PlayerParts(config, engine, Letters(), counts)
+    player = EpisodePlayer(parts, pool, weights={"value": 1.0})
     try:
         yield player, pool, counts
     finally:

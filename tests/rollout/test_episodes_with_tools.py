@@ -16,7 +16,7 @@ from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine.base import Completion, Sampling
-from async_grpo.rollout.episodes import Episode, EpisodePlayer
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, PlayerParts
 from async_grpo.run.preflight.model import look
 from async_grpo.tasks.base import Problem
 from tests.support.chat_templates import tokenizer_of
@@ -61,16 +61,10 @@ def played(turns: list[str]) -> tuple[Episode, list[str]]:
         pool = EnvironmentPool(config.task, config.environment, weights=task.weights, seed=0)
         await pool.start()
         try:
-            engine = Engine(tokenizer, turns)
-            player = EpisodePlayer(
-                config,
-                engine=engine,  # type: ignore[arg-type]
-                pool=pool,
-                tokenizer=tokenizer,
-                weights=task.weights,
-                counts=Counter(),
-                chat=chat_format_of(config, tokenizer, task),
-            )
+            engine: Any = Engine(tokenizer, turns)
+            parts = PlayerParts(config, engine, tokenizer, Counter())
+            chat = chat_format_of(config, tokenizer, task)
+            player = EpisodePlayer(parts, pool, weights=task.weights, chat=chat)
             sampling = Sampling(n=1, max_tokens=0, temperature=1.0)
             return await player.play(task.train(0), sampling, seed=0), engine.asked
         finally:

@@ -18,7 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.chat_format import PlainFormat
 from async_grpo.rollout.engine.base import Sampling
-from async_grpo.rollout.episodes import Episode
+from async_grpo.rollout.episodes import Episode, PlayerParts
 from async_grpo.tasks.base import Problem
 from tests.support.scripted_policy import Letters, Saying
 
@@ -73,16 +73,8 @@ def served_player(
     counts: Counter[str],
     chat: PlainFormat = PLAIN,
 ) -> ServedPlayer:
-    return ServedPlayer(
-        config,
-        engine=engine,
-        endpoint=endpoint,
-        host=host,
-        tokenizer=Letters(),
-        weights=weights,
-        counts=counts,
-        formats=lambda tools: chat,
-    )
+    parts = PlayerParts(config, engine, Letters(), counts)
+    return ServedPlayer(parts, host, endpoint=endpoint, weights=weights, formats=lambda tools: chat)
 
 
 def script(name: str) -> list[str]:

@@ -19,7 +19,7 @@ from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.environments.tools import with_tools
 from async_grpo.rollout.chat_format import chat_format_of
 from async_grpo.rollout.engine.base import Completion, Sampling
-from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay
+from async_grpo.rollout.episodes import EpisodePlayer, GroupPlay, PlayerParts
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem
@@ -100,14 +100,8 @@ def played(config: Config) -> list[Any]:
 
 async def _played(config: Config, answer: Any, *, long: bool) -> Any:
     engine = Engine(long=long)
-    player = EpisodePlayer(
-        config,
-        engine=engine,
-        pool=Episodes(answer),
-        tokenizer=Tokenizer(),
-        weights={"value": 1.0},
-        counts=Counter(),
-    )
+    parts = PlayerParts(config, engine, Tokenizer(), Counter())
+    player = EpisodePlayer(parts, Episodes(answer), weights={"value": 1.0})
     sampling = Sampling(n=1, max_tokens=0, temperature=1.0)
     try:
         group = GroupPlay(engine, GroupTicket(0, 1, 0), lambda generating: None)

@@ -214,6 +214,7 @@ def _vllm() -> dict[str, ModuleType]:
         "vllm.v1.engine.core_client": {"AsyncMPClient": _Llm},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.loggers": {"PrometheusStatLogger": object},
+        "async_grpo.rollout.engine.vllm.scheduler": {"HeldOutputs": object},
     }
     found = {}
     for name, values in homes.items():

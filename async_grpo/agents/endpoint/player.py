@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,12 +23,11 @@ from async_grpo.agents.endpoint.messages import RequestError
 from async_grpo.agents.endpoint.served import ServedEpisode
 from async_grpo.agents.endpoint.server import Endpoint
 from async_grpo.agents.program_process import sweep
-from async_grpo.config.schema import Config
 from async_grpo.environments.base import Action, Observation
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.chat_format import ChatFormat, Message
-from async_grpo.rollout.engine.base import Completion, Engine, Purpose, Sampling
-from async_grpo.rollout.episodes import Episode, GroupPlay
+from async_grpo.rollout.engine.base import Completion, Purpose, Sampling
+from async_grpo.rollout.episodes import Episode, GroupPlay, PlayerParts
 from async_grpo.rollout.session import Session
 from async_grpo.tasks.base import Problem
 
@@ -87,21 +85,18 @@ class ServedPlayer:
 
     def __init__(
         self,
-        config: Config,
-        *,
-        engine: Engine,
-        endpoint: Endpoint,
+        parts: PlayerParts,
         host: Host,
-        tokenizer: Any,
+        *,
+        endpoint: Endpoint,
         weights: dict[str, float],
-        counts: Counter[str],
         formats: Callable[[Sequence[Message]], ChatFormat],
     ) -> None:
         """Take the parts. formats: how chats with these tools are written; or SetupError."""
-        self._config, self._engine = config, engine
-        self._host, self._tokenizer = host, tokenizer
-        self._weights, self._counts = weights, counts
-        self._stops = frozenset(engine.stop_token_ids)
+        self._config, self._engine = parts.config, parts.engine
+        self._tokenizer, self._counts = parts.tokenizer, parts.counts
+        self._host, self._weights = host, weights
+        self._stops = frozenset(self._engine.stop_token_ids)
         self._make, self._formats = formats, dict[str, ChatFormat]()
         self._endpoint = endpoint
 

@@ -20,7 +20,7 @@ from async_grpo.agents.program import Program
 from async_grpo.agents.program_process import KEPT, _Pipes
 from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.rollout.engine.base import Sampling
-from async_grpo.rollout.episodes import Episode, EpisodePlayer
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, PlayerParts
 from async_grpo.tasks.base import TaskError
 from tests.support.programs import PLAIN, config_of, play, playing, script
 from tests.support.scripted_policy import Letters, Saying
@@ -52,14 +52,9 @@ def test_an_openai_loop_is_the_python_environment(preload: list[str]) -> None:
         settings = schema.TaskConfig(name="chain")
         pool = EnvironmentPool(settings, config.environment, weights=chain.weights, seed=0)
         await pool.start()
-        player = EpisodePlayer(
-            config,
-            engine=Saying(*turns, version=1),  # type: ignore[arg-type]
-            pool=pool,
-            tokenizer=Letters(),
-            weights=chain.weights,
-            counts=Counter(),
-        )
+        saying: Any = Saying(*turns, version=1)
+        parts = PlayerParts(config, saying, Letters(), Counter())
+        player = EpisodePlayer(parts, pool, weights=chain.weights)
         sampling = Sampling(n=1, max_tokens=60, temperature=1.0, seed=5)
         try:
             return await player.play(chain.train(index), sampling, seed=3)
