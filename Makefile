@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/explanation/fault-tolerance.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
+.PHONY: help install quickstart real gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -30,6 +30,10 @@ install:  ## make .venv with all packages
 
 quickstart: install  ## train a small model on this machine and watch its reward rise
 	@$(IN_VENV) python -m async_grpo.run configs/quickstart.yaml $(ARGS)
+
+real: install  ## train a pretrained model of 135 million parameters on this machine: about ten minutes on two cores
+	@$(IN_VENV) python examples/real_model/make_rows.py
+	@$(IN_VENV) model=$$(python examples/real_model/get_model.py) && python -m async_grpo train examples/real_model/smollm2_sums.yaml model.path=$$model $(ARGS)
 
 test: install  ## run a real training run, a kill and a resume, and all fast tests
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(ARGS)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,8 +13,8 @@ import pytest
 from async_grpo.cluster import downloads
 from async_grpo.cluster.downloads import download_everywhere, from_hub
 from async_grpo.errors import SetupError
+from tests.support.hub import Hub, serving
 
-COMMIT = "0" * 40
 FILES = {
     "config.json": b"{}",
     "model.safetensors": b"w" * 1000,
@@ -28,78 +23,18 @@ FILES = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """A hub with the repository `someone/model`, as far as a download asks for it."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Requests)
-        self.files, self.asked = files, []
-
-
-class _Requests(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *args: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, *, body: bool) -> None:
-        path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
-        headers, content, status = {}, b"", 200
-        if path.startswith("/api/models/someone/model/tree/"):
-            entries = [
-                {"type": "file", "path": one, "size": len(data), "oid": one}
-                for one, data in self.server.files.items()
-            ]
-            content = json.dumps(entries).encode()
-        elif path.startswith("/api/models/someone/model"):
-            siblings = [{"rfilename": one} for one in self.server.files]
-            content = json.dumps(
-                {"id": "someone/model", "sha": COMMIT, "siblings": siblings}
-            ).encode()
-        elif path.startswith("/someone/model/resolve/") and name in self.server.files:
-            content = self.server.files[name]
-            digest = hashlib.sha256(content).hexdigest()
-            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
-            self.server.asked += [name] * body
-        else:
-            status = 404
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub(dict(FILES))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving("someone/model", FILES) as server:
+        yield server
 
 
 def downloaded(hub: Hub, home: Path) -> int:
     """Download in a process of its own, which reads where the hub is when it begins."""
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_XET": "1",
-    }
     code = "from async_grpo.cluster.downloads import download; print(download('someone/model'))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment,
+        env=hub.environment(home),
         capture_output=True,
         text=True,
         timeout=120,
