@@ -477,6 +477,7 @@ def test_makefile_lists_its_targets():
         "install",
         "quickstart",
         "test",
+        "real",
         "test-all",
         "lint",
         "types",
@@ -496,5 +497,6 @@ def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
         *PINS["extras"]["tasks"],
         *PINS["extras"]["agents"],
         *PINS["extras"]["tune"],
+        *PINS["extras"]["real"],
         *PINS["extras"]["dev"],
     }
