@@ -50,7 +50,16 @@ def resident(apart_from: set[int]) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("stage", "dtype"),
-    [(0, "float32"), *((s, d) for s in (1, 2, 3) for d in ("float32", "bfloat16"))],
+    [
+        (0, "float32"),
+        (1, "bfloat16"),
+        (2, "float32"),
+        (3, "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "float32"), (2, "bfloat16"), (3, "float32"))
+        ),
+    ],
 )
 @pytest.mark.timeout(150)
 def test_what_is_lent_is_gone_and_comes_back_as_it_was(
