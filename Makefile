@@ -31,7 +31,7 @@ install:  ## make .venv with all packages
 quickstart: install  ## train a small model on this machine and watch its reward rise
 	@$(IN_VENV) python -m async_grpo.run configs/quickstart.yaml $(ARGS)
 
-real: install  ## train a pretrained model of 135 million parameters on this machine: about ten minutes on two cores
+real: install  ## train a pretrained model of 135 million parameters on this machine: 10 to 16 minutes on two cores
 	@$(IN_VENV) python examples/real_model/make_rows.py
 	@$(IN_VENV) model=$$(python examples/real_model/get_model.py) && python -m async_grpo train examples/real_model/smollm2_sums.yaml model.path=$$model $(ARGS)
 

@@ -39,7 +39,8 @@ def from_hub() -> Path | None:
     try:
         return Path(snapshot_download(NAME, allow_patterns=FILES, etag_timeout=HUB_S))
     except Exception as error:  # noqa: BLE001 - many kinds, from no network to a proxy's page
-        say(f"the hub does not give it ({type(error).__name__})")
+        first = (str(error).strip() or "no word").splitlines()[0]
+        say(f"the hub does not give it ({type(error).__name__}: {first})")
         return None
 
 
