@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from async_grpo.cluster.placement import Node, Placement, Slot, another
+from async_grpo.cluster.placement import Node, Placement, Slot, another, shared_threads
 from async_grpo.cluster.queue import MAX_CALLS
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import RemoteEngine, RolloutProcess
@@ -187,6 +187,7 @@ class EngineSlots:
             model_dir=spec.model_dir,
             device=spec.device,
             cores=slot.where.cores,
+            threads=shared_threads(self._config, self._placement, slot.where),
             partials=spec.partials,
             actors=len(self),
         )

@@ -24,7 +24,7 @@ import numpy as np
 import ray
 
 from async_grpo.cluster.deaths import death_as, is_death, told
-from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.placement import Placement, shared_threads
 from async_grpo.cluster.queue import CALL_TIMEOUT_S, queue_died
 from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
@@ -32,6 +32,7 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError, SetupError
 from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.runtime import stacks
+from async_grpo.runtime.cores import compute_in, stay_on
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
 from async_grpo.weights.shared_gpu import Apart
@@ -81,10 +82,10 @@ class LearnerProcess:
         """cores: to stay on. threads: of computing on the CPU; 0: as Ray says."""
         die_with_parent()
         if cores:
-            # Ray has started those that will run the calls
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), cores)
-        if threads:
+            stay_on(cores)  # with the threads that will run the calls, which Ray has started
+        if threads > len(cores) > 0:
+            compute_in(threads)
+        elif threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
         self._config, self._rank = config, rank
@@ -298,7 +299,9 @@ class LearnerGroup:
                 self._config,
                 rank=rank,
                 cores=slot.cores,
-                threads=len(slot.cores) or slot.threads,
+                threads=shared_threads(self._config, self._placement, slot)
+                or len(slot.cores)
+                or slot.threads,
                 queue=self._queue,
             )
             for rank, (slot, option) in enumerate(

@@ -368,6 +368,19 @@ def _another_on_cpu(
     return None
 
 
+def lent_cores(config: Config, placement: Placement) -> frozenset[int]:
+    """Return the cores that ranks and engines share (`runtime.cores`); none where they do not."""
+    if config.cluster.cores != "shared":
+        return frozenset()
+    slots = (*placement.learners, *placement.engines)
+    return frozenset(core for slot in slots for core in slot.cores)
+
+
+def shared_threads(config: Config, placement: Placement, slot: Slot) -> int:
+    """Return in how many threads a process computes that others lend cores; 0 where none do."""
+    return min(2 * len(slot.cores), len(lent_cores(config, placement)))
+
+
 def crowded(placement: Placement) -> str:
     """Say that several ranks share cores with each other and with engines, or ""."""
     ranks = placement.learners

@@ -163,6 +163,11 @@ class Cluster(Section):
         Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)
     ] = "auto"
     """`auto` is cuda where the cluster has GPUs."""
+    cores: Literal["auto", "apart", "shared"] = "auto"
+    """On CPU, `apart`: ranks and engines keep to cores of their own; `shared`: while all engines
+    wait, ranks compute on theirs too, and the other way round. `auto` shares from 30 million
+    parameters on; the changes cost small models more than they bring.
+    """
     layout: Literal["auto", "split", "colocated"] = "auto"
     """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares
     where there are too few GPUs to split.

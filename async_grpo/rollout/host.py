@@ -32,6 +32,7 @@ from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.players import Player, Players
 from async_grpo.rollout.time_accounting import EngineTime
+from async_grpo.runtime.cores import compute_in
 from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task
@@ -57,13 +58,22 @@ class EngineHost:
     """Starts an engine, answers problems with it, and lets it take new weights."""
 
     def __init__(
-        self, config: Config, *, actor_id: str, model_dir: str, device: str, cores: Sequence[int]
+        self,
+        config: Config,
+        *,
+        actor_id: str,
+        model_dir: str,
+        device: str,
+        cores: Sequence[int],
+        threads: int = 0,
     ) -> None:
-        """cores: of the engine; those of its process where there are none."""
+        """cores: of the engine; those of its process where there are none. threads: of an engine
+        that others lend cores.
+        """
         self.actor_id = actor_id
         self._config = config
         self._model_dir, self._device = model_dir, device
-        self._cores = set(cores)
+        self._cores, self._threads = set(cores), threads
         self._parts: Parts | None = None
         self._counts: Counter[str] = Counter()
         self._paused_s = 0.0
@@ -86,6 +96,8 @@ class EngineHost:
         """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
         engine generates at the same time.
         """
+        if self._threads:
+            compute_in(self._threads)
         early = ENGINE.begin(self._device, cores=self._cores)
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from transformers import AutoTokenizer

@@ -78,13 +78,21 @@ class GroupProducer(EngineHost):
         model_dir: str,
         device: str,
         cores: Sequence[int],
+        threads: int = 0,
         partials: str | None = None,
         actors: int = 1,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
         continue them. actors: how many there are, about.
         """
-        super().__init__(config, actor_id=actor_id, model_dir=model_dir, device=device, cores=cores)
+        super().__init__(
+            config,
+            actor_id=actor_id,
+            model_dir=model_dir,
+            device=device,
+            cores=cores,
+            threads=threads,
+        )
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))

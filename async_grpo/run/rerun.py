@@ -17,13 +17,15 @@ from collections.abc import Awaitable
 from typing import Any
 
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.placement import without_engines
+from async_grpo.cluster.placement import lent_cores, without_engines
 from async_grpo.cluster.queue import MAX_CALLS, REOPEN_TIMEOUT_S
 from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.run.loop import Comparison, StepListener, StepTrainer
+from async_grpo.runtime import stacks
+from async_grpo.runtime.cores import Lender
 from async_grpo.weights.transport import Version
 from async_grpo.wire.codec import Batch
 
@@ -41,6 +43,7 @@ class Rerun:
         self._key = key
         self._learner: LearnerGroup | None = None
         self._queue: Any = None
+        self._lender: Lender | None = None
         self.loop: StepTrainer | None = None
 
     async def run(
@@ -71,6 +74,8 @@ class Rerun:
             key=self._key,
             total_updates=self._total_steps * config.updates_per_step,
         )
+        self._lender = Lender(stacks.home(config.run.dir), lent_cores(config, placement))
+        self._lender.start()
         await learner.start(checkpoint)
         await learner.connect([])
         batches = RecordedBatches(queue)
@@ -95,6 +100,8 @@ class Rerun:
 
     async def stop(self, *, orderly: bool = True) -> None:
         """Stop the learner and the queue."""
+        if self._lender is not None:
+            self._lender.stop()
         if self._learner is not None:
             await self._learner.stop()
         if self._queue is not None:

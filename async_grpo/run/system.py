@@ -36,7 +36,7 @@ from async_grpo.cluster.deaths import CallFailed, cannot_be_reached
 from async_grpo.cluster.engine_processes import ActorSpec, EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.placement import Placement, Slot, refuse
+from async_grpo.cluster.placement import Placement, Slot, lent_cores, refuse
 from async_grpo.cluster.queue import MAX_CALLS, DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager
@@ -55,6 +55,8 @@ from async_grpo.run.partial_rollouts import PartialCollector
 from async_grpo.run.planning import shaping
 from async_grpo.run.post_mortem import Scene
 from async_grpo.run.recovery import LearnerSupervisor
+from async_grpo.runtime import stacks
+from async_grpo.runtime.cores import Lender
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
@@ -147,6 +149,7 @@ class System:
         session, placement = places.session, places.placement
         shared = SharedGpu() if config.cluster.engine.sleep is True else None
         self._session = session
+        self._lender = Lender(stacks.home(config.run.dir), lent_cores(config, placement))
         # on CPU all of them run on the driver's machine
         self.cores = len(os.sched_getaffinity(0)) if placement.device == "cpu" else None
         """Cores that engines and learner ranks share; None where models run on GPUs."""
@@ -254,6 +257,7 @@ class System:
 
     async def start(self) -> None:
         """Start all processes, load the learner, and bring it to the step of the queue."""
+        self._lender.start()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())  # they need longest, and the queue only later
             report = await self.queue.opened(timeout_s=self._config.watchdog.start_timeout_s)
@@ -366,6 +370,7 @@ class System:
 
     async def stop(self, *, orderly: bool = True) -> None:
         """Stop every part, whatever happens to the others. orderly: nothing went wrong."""
+        self._lender.stop()
         self.evaluations.cancel()
         self.verifier_errors.cancel()
         if orderly:

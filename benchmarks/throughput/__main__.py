@@ -112,9 +112,7 @@ def measure(plan: Plan, part: str) -> Row:
         program = ("async_grpo", "retrain", str(recorded), "--config")
         return plan.run("replay", program=program, extra=("replay.max_staleness=8",))
     if part == "both":
-        return plan.run(
-            "both", program=("benchmarks.throughput.both_cores",), extra=("replay.max_staleness=0",)
-        )
+        return plan.run("both", extra=("replay.max_staleness=0", "cluster.cores=shared"))
     staleness = int(part.removeprefix("system "))
     row = plan.run(
         "system", extra=(f"replay.max_staleness={staleness}",), skip=max(plan.skip, staleness + 2)
@@ -287,7 +285,7 @@ def _title(part: str) -> str:
     names = {
         "generation": "bare generation",
         "learner": "bare learner",
-        "both": "max_staleness 0, two threads each",
+        "both": "max_staleness 0, shared cores",
     }
     return names.get(part, part.replace("system", "max_staleness"))
 

@@ -17,7 +17,9 @@ from async_grpo.cluster.placement import (
     another,
     crowded,
     least,
+    lent_cores,
     place,
+    shared_threads,
     without_engines,
 )
 from async_grpo.config.schema import Config
@@ -74,6 +76,22 @@ def test_cpu_spare_cores_go_to_verifiers_then_to_the_learner() -> None:
     placement = place(config(), cpu(8))
     assert [len(slot.cores) for slot in placement.engines] == [2, 2]
     assert len(placement.learners[0].cores) == 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "rank", "engine", "lent"), [(1, 0, 0, 0), (2, 2, 2, 2), (8, 6, 4, 7), (64, 63, 4, 63)]
+)
+def test_who_is_lent_cores_computes_in_twice_as_many_threads_as_it_owns_cores(
+    cores: int, rank: int, engine: int, lent: int
+) -> None:
+    shared = config(cores="shared")
+    placement = place(shared, cpu(cores))
+    found = [shared_threads(shared, placement, slot) for slot in placement.learners]
+    assert found == [rank] and len(lent_cores(shared, placement)) == lent
+    assert {shared_threads(shared, placement, slot) for slot in placement.engines} == {engine}
+    apart = config(cores="apart")
+    assert not lent_cores(apart, placement)
+    assert shared_threads(apart, placement, placement.learners[0]) == 0
 
 
 def test_cpu_without_known_cores_is_not_pinned() -> None:

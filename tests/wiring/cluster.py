@@ -354,6 +354,7 @@ WIRES = [
             ("cluster.restart_budget", 5),
             ("cluster.resources_timeout_s", 121.0),
             ("cluster.rollout_actors.max", 1),
+            ("cluster.cores", "shared"),
         ],
     ),
     *_wires(

@@ -26,6 +26,8 @@ from async_grpo.run.preflight.memory import (
 
 FULL_TOKENS = 4096
 """Tokens of a forward pass from which on a GPU gets no faster with more."""
+SHARES_CORES = 30_000_000
+"""Parameters of a model from which on threads gain more than waiting for each other costs."""
 _ADAPTERS = 100
 """Adapters have about this fraction of a model's parameters."""
 _TAKEN = 0.95
@@ -55,10 +57,19 @@ def fitted(
         config, turns = _engine_with(config, sleep=True), "learner and engine take turns on the GPU"
         found, learner = _micro_batches(config, shape, placement, backend=backend, there=there)
     found, engine = _cache(found, shape, placement, backend=backend, there=there)
+    found = _cores(found, shape, placement)
     if found.cluster.engine.sleep is True:  # groups wait while the learner computes
         longest = found.rollout.longest_group_s + found.watchdog.step_timeout_s
         found = _changed(found, "rollout", group_timeout_s=longest)
     return found, "; ".join(filter(None, [learner, engine, turns]))
+
+
+def _cores(config: Config, shape: Shape, placement: Placement) -> Config:
+    """Choose whether learner and engines lend each other cores, on CPU."""
+    if config.cluster.cores != "auto" or placement.device != "cpu":
+        return config
+    cores = "shared" if shape.parameters >= SHARES_CORES else "apart"
+    return _changed(config, "cluster", cores=cores)
 
 
 def _micro_batches(

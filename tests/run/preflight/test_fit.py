@@ -101,6 +101,23 @@ def test_the_first_that_fits_is_chosen(
     assert back == config, "nothing else changes"
 
 
+@pytest.mark.parametrize(
+    ("given", "parameters", "nodes", "cores"),
+    [
+        ("auto", 29_000_000, "cpus=2", "apart"),
+        ("auto", 135_000_000, "cpus=2", "shared"),
+        ("apart", 135_000_000, "cpus=2", "apart"),
+        ("shared", 100_000, "cpus=2", "shared"),
+        ("auto", 135_000_000, "gpus=1,memory=80", "auto"),
+    ],
+)
+def test_cores_are_shared_for_models_that_compute_long(
+    given: str, parameters: int, nodes: str, cores: str
+) -> None:
+    shape = replace(TINY, parameters=parameters)
+    assert chosen(config_of(cluster={"cores": given}), shape, nodes)[0].cluster.cores == cores
+
+
 def test_the_line_says_what_was_chosen_and_why() -> None:
     config = config_of()
     shape = known("Qwen2.5-0.5B", config)
