@@ -1,5 +1,5 @@
 """What learner and engines gain from each other's cores on CPU: `python -m benchmarks.cores CONFIG
-[--rounds 3] [--steps 8] [--out JSON] [a.b=c ...]`.
+[--model 14M] [--rounds 3] [--steps 8] [--out JSON] [a.b=c ...]`.
 
     apart    `cluster.cores: apart`: each on its own
     shared   `cluster.cores: shared`: those that wait lend theirs
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import aim, aims_table, arguments_of, machine, quiet, spread
+from benchmarks.tails import MODELS
 from benchmarks.throughput.run import PARTS, Row, measured
 
 ARMS = {
@@ -68,6 +69,8 @@ def lines(rows: list[Row], cores: int) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = arguments_of("cores", "What learner and engines gain from each other's cores.")
     parser.add_argument("config")
+    text = "a random model in place of the configuration's"
+    parser.add_argument("--model", choices=list(MODELS), help=text)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="learner steps of a run")
     parser.add_argument("--skip", type=int, default=2, help="of which the first are not counted")
@@ -77,6 +80,9 @@ def main(argv: list[str] | None = None) -> None:
     cores = len(os.sched_getaffinity(0))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="cores-") as directory:
+        if arguments.model:
+            path = MODELS[arguments.model].write(Path(directory) / "model")
+            arguments.overrides.append(f"model.path={path}")
         for number in range(arguments.rounds):
             for arm in list(ARMS)[:: -1 if number % 2 else 1]:
                 run = Path(directory) / f"{arm}-{number}"
