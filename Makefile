@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/explanation/fault-tolerance.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart real gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
+.PHONY: help install quickstart real learning gpu-check test test-system coverage test-all test-light mutants chaos lint types docs format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -34,6 +34,9 @@ quickstart: install  ## train a small model on this machine and watch its reward
 real: install  ## train a pretrained model of 135 million parameters on this machine: 10 to 16 minutes on two cores
 	@$(IN_VENV) python examples/real_model/make_rows.py
 	@$(IN_VENV) model=$$(python examples/real_model/get_model.py) && python -m async_grpo train examples/real_model/smollm2_sums.yaml model.path=$$model $(ARGS)
+
+learning: install  ## train three recipes and compare what they learn with the recorded runs: 20 minutes on two cores
+	@$(IN_VENV) python -m benchmarks.learning $(ARGS)
 
 test: install  ## run a real training run, a kill and a resume, and all fast tests
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(ARGS)

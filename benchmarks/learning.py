@@ -1,0 +1,138 @@
+"""Whether a commit learns as well as the recorded ones: `python -m benchmarks.learning
+[quickstart chain real] [--seeds 0] [--record]`; `make learning` runs all three.
+
+    recipe, cut to a fixed number of learner steps -> accuracy on held-out problems, greedy, at its
+        end -> failed below the band
+
+The band's lower end is where a further run of the recorded kind lies below once in 200 times: the
+mean of the recorded runs (five seeds) less t(0.995) standard deviations times sqrt(1 + 1/n), the
+prediction interval of a normal distribution. There is no upper end. `--record` adds the runs to
+the record instead: after a change that is meant to change learning, remove a recipe's rows and
+record five seeds again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ROOT, append, json_lines, machine, quiet, read_rows, run_logged
+
+RECORD = ROOT / "benchmarks" / "results" / "learning.jsonl"
+SMALL = [
+    "checkpoint.every_steps=0",
+    "tracking={mlflow: false, report: false}",
+    "evaluation={before: true, every_steps: 0, n: 0, max_samples: 300}",
+]
+REAL = "examples/real_model"
+RECIPES = {
+    "quickstart": ["configs/quickstart.yaml", "run.total_steps=40", *SMALL],
+    "chain": ["configs/chain.yaml", "run.total_steps=10", *SMALL],
+    "real": [f"{REAL}/smollm2_sums.yaml", "run.total_steps=16", *SMALL],
+}
+"""Name -> configuration and settings."""
+STUDENT_995 = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 7: 3.707, 8: 3.499, 9: 3.355}
+"""Quantile of Student's t for so many runs."""
+TIMEOUT_S = 3_600.0
+
+
+def low(accuracies: Sequence[float]) -> float:
+    """The lower end of the band of recorded accuracies."""
+    runs = len(accuracies)
+    spread = statistics.stdev(accuracies) * math.sqrt(1 + 1 / runs)
+    quantile = STUDENT_995[min(runs, max(STUDENT_995))]
+    return max(0.0, statistics.mean(accuracies) - quantile * spread)
+
+
+def recorded(name: str, path: Path = RECORD) -> list[float]:
+    """Accuracies on record. Raises SystemExit where there are fewer than two."""
+    found = [row["accuracy"] for row in read_rows(path) if row["name"] == name]
+    if len(found) < 2:
+        raise SystemExit(f"{path} has {len(found)} runs of {name}: record some with --record")
+    return found
+
+
+def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
+    """Train the recipe as a user would; what it reached."""
+    config, *settings = RECIPES[name]
+    if name == "real":
+        settings += _real()
+    command = ["async_grpo.run", config, f"seed={seed}", *settings]
+    home, started = directory / f"{name}-{seed}", time.time()
+    run_logged(
+        [sys.executable, "-m", *command, f"run.dir={home}"],
+        home.with_suffix(".txt"),
+        limit_s=TIMEOUT_S,
+    )
+    lines = json_lines(home / "metrics.jsonl")
+    before, after = [
+        line["eval/accuracy_greedy"] for line in lines if "eval/accuracy_greedy" in line
+    ]
+    return {
+        "name": name,
+        "seed": seed,
+        "before": before,
+        "accuracy": after,
+        "seconds": round(time.time() - started),
+        "command": shlex.join(["python", "-m", *command]),
+        "commit": _commit(),
+        "machine": machine(),
+    }
+
+
+def _real() -> list[str]:
+    """Make the rows of the real model; the setting that says where it lies."""
+    subprocess.run([sys.executable, f"{REAL}/make_rows.py"], cwd=ROOT, check=True)
+    found = subprocess.run(
+        [sys.executable, f"{REAL}/get_model.py"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return [f"model.path={found.stdout.strip()}"]
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return found.stdout.strip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check or record; 1 where one run learned less than the record says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning")
+    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--record", action="store_true", help="add to the record, judge nothing")
+    arguments = parser.parse_args(argv)
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="learning-") as directory:
+        for seed in arguments.seeds:
+            for name in arguments.names or RECIPES:
+                row = run(name, seed, Path(directory))
+                said = f"{name}, seed {seed}: {row['before']:.1%} -> {row['accuracy']:.1%}"
+                said += f" in {row['seconds']} s"
+                if arguments.record:
+                    append(RECORD, row)
+                else:
+                    least = low(recorded(name))
+                    worse = row["accuracy"] < least
+                    failed |= worse
+                    said += f", {'FAILED: less than' if worse else 'at least'} {least:.1%}"
+                print(said, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    quiet()
+    sys.exit(main())
