@@ -36,7 +36,7 @@ SMALL = [
 REAL = "examples/real_model"
 RECIPES = {
     "quickstart": ["configs/quickstart.yaml", "run.total_steps=40", *SMALL],
-    "chain": ["configs/chain.yaml", "run.total_steps=10", *SMALL],
+    "chain": ["configs/chain.yaml", "run.total_steps=5", *SMALL],
     "real": [f"{REAL}/smollm2_sums.yaml", "run.total_steps=16", *SMALL],
 }
 """Name -> configuration and settings."""
