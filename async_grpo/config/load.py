@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import glob
 import itertools
 import os
 import re
@@ -514,6 +515,8 @@ def _check_model(key: str, model: str) -> None:
     if _looks_local(model) or os.path.exists(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             what = "has no config.json" if os.path.isdir(path) else "is not a directory"
+            if path.endswith(".gguf") or glob.glob(os.path.join(glob.escape(path), "*.gguf")):
+                what = "is GGUF, with quantised weights that cannot be trained"
             raise ConfigError(
                 f"`{key}` is {show(model)}, which {what}; allowed is a directory of a Hugging "
                 "Face model, or a hub name."

@@ -34,7 +34,8 @@ def test_the_band_is_the_prediction_interval_of_one_more_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "code", "said"), [(0.84, 0, "at least 83.0%"), (0.82, 1, "FAILED: less than 83.0%")]
+    ("accuracy", "code", "said"),
+    [(0.84, 0, "at least 83.0%"), (0.82, 1, "FAILED: less than 83.0%")],
 )
 def test_a_run_below_the_band_fails(
     record: Path,
@@ -54,11 +55,16 @@ def test_a_run_below_the_band_fails(
 
 
 def test_without_recorded_runs_there_is_no_verdict(
-    record: Path, monkeypatch: pytest.MonkeyPatch
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(learning, "run", lambda name, *_: row(name, 1.0))
-    with pytest.raises(SystemExit, match="0 runs of real: record some"):
+    with pytest.raises(SystemExit) as ended:
         learning.main(["real"])
+    assert ended.value.code == 2
+    assert "fewer than two runs of real on record" in capsys.readouterr().err
+    assert learning.main([]) == 0
+    said = capsys.readouterr().out
+    assert "real: left out" in said and "chain, seed 0: 40.0% -> 100.0%" in said
 
 
 def test_every_recipe_is_cut_to_a_length_and_evaluated_at_its_end() -> None:

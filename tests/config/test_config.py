@@ -745,6 +745,8 @@ def test_good_files_pass_and_nothing_is_made_of_the_run_directory(
             "`model.path` is .* is not a directory",
         ),
         (["model.warm_start=null", "model.path={tmp}"], "has no config.json"),
+        (["model.warm_start=null", "model.path=./no/model.Q4_1.gguf"], "is GGUF, with quantised"),
+        (["model.warm_start=null", "model.path={tmp}/gguf"], "is GGUF, with quantised"),
         (["model.warm_start=null", "model.path=gpt2"], "organisation/name"),
         (["model.warm_start=null", "model.path=a/b/c"], "organisation/name"),
         (["algorithm.use_kl_loss=true", "model.reference=./none"], "`model.reference`"),
@@ -765,6 +767,8 @@ def test_missing_files_are_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "m.gguf").write_text("")
     with pytest.raises(ConfigError, match=fragment) as caught:
         preflight(*(text.replace("{tmp}", str(tmp_path)) for text in overrides))
     assert len(str(caught.value).splitlines()) <= 2
