@@ -35,7 +35,7 @@ real: install  ## train a pretrained model of 135 million parameters on this mac
 	@$(IN_VENV) python examples/real_model/make_rows.py
 	@$(IN_VENV) model=$$(python examples/real_model/get_model.py) && python -m async_grpo train examples/real_model/smollm2_sums.yaml model.path=$$model $(ARGS)
 
-learning: install  ## train recipes and compare what they learn with recorded runs: 4 minutes on two cores
+learning: install  ## train recipes and compare what they learn with recorded runs
 	@$(IN_VENV) python -m benchmarks.learning $(ARGS)
 
 test: install  ## run a real training run, a kill and a resume, and all fast tests

@@ -4,11 +4,11 @@
     recipe, cut to a fixed number of learner steps -> accuracy on held-out problems, sampled, at
         its end -> failed below the band
 
-All seeds start from the same model. The band's lower end is where a further run of the recorded kind lies below once in 200 times: the
-mean of the recorded runs (five seeds) less t(0.995) standard deviations times sqrt(1 + 1/n), the
-prediction interval of a normal distribution. There is no upper end. `--record` adds the runs to
-the record instead: after a change that is meant to change learning, remove a recipe's rows and
-record five seeds again.
+All seeds start from the same model. The band's lower end is where a further run of the recorded
+kind lies below once in 200 times: the mean of the recorded runs (five seeds) less t(0.995) standard
+deviations times sqrt(1 + 1/n), the prediction interval of a normal distribution. There is no upper
+end. `--record` adds the runs to the record instead: after a change that is meant to change
+learning, remove a recipe's rows and record five seeds again.
 """
 
 from __future__ import annotations
