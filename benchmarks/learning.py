@@ -81,7 +81,7 @@ def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
         "before": before,
         "accuracy": after,
         "seconds": round(time.time() - started),
-        "command": shlex.join(["python", "-m", *command]),
+        "command": shlex.join(["python", "-m", *command]).replace(str(Path.home()), "~"),
         "commit": _commit(),
         "machine": machine(),
     }
