@@ -46,7 +46,7 @@ def config_of(home: Path, *more: str) -> Config:
         [
             f"run={{name: real, dir: {home}/run, total_steps: {STEPS}}}",
             f"model={{path: {real_model()}}}",
-            f"task={{name: jsonl, train: {rows}, eval: {held_out}, options: {{match: contains}}}}",
+            f"task={{name: 'tests.support.real_tasks:Rows', train: {rows}, eval: {held_out}}}",
             f"rollout={{rollout_batch_size: {GROUPS}, group_size: {SIZE}, prompt_length: 64, "
             "response_length: 16}",
             "learner={lr: 1e-5}",
