@@ -19,6 +19,7 @@ class StandIn:
         model_dir: str,
         device: str,
         cores: Any,
+        threads: int = 0,
         partials: Any = None,
         actors: int = 1,
     ) -> None:
