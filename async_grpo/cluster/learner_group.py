@@ -33,6 +33,7 @@ from async_grpo.errors import LearnerLost, RunError, SetupError
 from async_grpo.learner.batching import RankPlan, RowKey, RowValue
 from async_grpo.runtime import stacks
 from async_grpo.runtime.cores import compute_in, stay_on
+from async_grpo.runtime.garbage import keep_startup
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
 from async_grpo.weights.shared_gpu import Apart
@@ -149,6 +150,7 @@ class LearnerProcess:
             backend, learner.published, config=self._config, key=key, pushing=ENGINE.pushing_sender
         )
         self._parts = RankParts(learner, sender, Saving(learner, key=key))
+        keep_startup()
         return state
 
     @property

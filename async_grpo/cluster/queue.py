@@ -9,7 +9,6 @@ by one remote call after the other, and every call has a deadline and says who i
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +24,7 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings, Verdict
 from async_grpo.runtime import stacks
+from async_grpo.runtime.garbage import keep_startup
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.wire.codec import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
 
@@ -69,9 +69,7 @@ class QueueProcess:
         self._opened: ReplayQueue | Exception
         try:
             self._opened = open_queue(settings, journal, snapshot=snapshot)
-            # what the imports made lives as long as the process; looking through it again and again
-            # costs a tenth of the time
-            gc.freeze()
+            keep_startup()
         except Exception as error:  # noqa: BLE001 - raised by every call
             self._opened = error
 

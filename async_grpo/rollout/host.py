@@ -33,6 +33,7 @@ from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.players import Player, Players
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.cores import compute_in
+from async_grpo.runtime.garbage import keep_startup
 from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task
@@ -144,6 +145,7 @@ class EngineHost:
         if plays:
             player = await self._player(config.task, task)
             self._parts = replace(self._parts, player=player)
+        keep_startup()
         return engine.max_num_seqs
 
     async def receive(self, announcement: Announcement) -> Receipt:

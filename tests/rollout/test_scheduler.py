@@ -41,6 +41,10 @@ class Steps:
         settings = SimpleNamespace(async_scheduling=overlaps)
         self.scheduler = HeldOutputs(vllm_config=SimpleNamespace(scheduler_config=settings))
         self.scheduler._pause_state = PauseState.UNPAUSED
+        self.scheduler.requests = {
+            name: SimpleNamespace(max_tokens=tokens)
+            for name, tokens in {"a": 100, "b": 100, "short": HELD}.items()
+        }
         self.told: dict[str, list[int]] = {}
         self.outputs = 0
 
@@ -75,6 +79,29 @@ def test_a_response_is_told_of_once_in_so_many_steps_and_nothing_is_lost(
     assert steps.told["a"] == list(range(length)), "an ending takes what is held along"
     assert steps.told["b"] == list(range(50, 50 + 3 * HELD + 1))
     assert steps.outputs == 5 + 4
+
+
+def test_a_short_response_goes_as_a_whole_with_what_its_beginning_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, told = Steps(monkeypatch), []
+    own = steps.scheduler._pass
+    monkeypatch.setattr(steps.scheduler, "_pass", lambda new: told.append(own(new)) or told[-1])
+    begun = {"prefill_stats": PrefillStats(), "events": ["scheduled"]}
+    assert steps.step(output("short", 0, **begun)) == 1, "it is counted when it is sampled"
+    steps.step(output("short", 1))
+    assert not steps.told
+    steps.step(output("short", 2, events=["preempted"]))
+    assert steps.told["short"] == [0, 1, 2]
+    steps.step(output("short", 3))
+    steps.step(output("short", 4, finish_reason=FinishReason.STOP))
+    assert steps.told["short"] == [0, 1, 2, 3, 4]
+    joined, last = [one for one in told if one is not None]
+    assert joined.prefill_stats is begun["prefill_stats"]
+    assert joined.events == ["scheduled", "preempted"]
+    assert last.events is last.prefill_stats is None
+    steps.step(output("short", 5, **begun, finish_reason=FinishReason.STOP))
+    assert steps.outputs == 3
 
 
 def test_what_carries_more_than_tokens_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ Hides what is held back:
 
     a step: one token of each response -> held; every sixteenth goes, with those before it
     a first token, a last one, and what carries more than tokens -> goes at once
+    a response of at most sixteen tokens -> goes as a whole, at its end
 
 Invariants: tokens and log-probs arrive in order, and all of one output have one label, since a
 pause, between whose beginning and end labels change, lets go of everything that is held. What the
 front end knows of a running response is less than `HELD` steps old. The first token after a pause
-goes at once, too. Every step says how many tokens it has sampled.
+goes at once, too, unless the response is that short. Every step says how many tokens it has
+sampled.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
 HELD = 16
 """Steps whose tokens go together."""
 _JOINED = {"request_id", "new_token_ids", "new_logprobs", "num_nans_in_logits", "trace_headers"}
-_more = attrgetter(*(one for one in EngineCoreOutput.__struct_fields__ if one not in _JOINED))
+_BEGUN = ("events", "prefill_stats")
+"""What a response's first output carries."""
+_more = attrgetter(
+    *(one for one in EngineCoreOutput.__struct_fields__ if one not in _JOINED | {*_BEGUN})
+)
+_begun = attrgetter(*_BEGUN)
 
 # it warns of every scheduler that is not vLLM's own
 logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
@@ -50,7 +57,7 @@ class HeldOutputs(Scheduler):
 
     def __init__(self, vllm_config: Any, **given: Any) -> None:
         super().__init__(vllm_config=vllm_config, **given)
-        # of responses whose first token, or first one since a pause, has gone
+        # of responses whose first token, or first one since a pause, has gone, and of short ones
         self._held: dict[str, list[EngineCoreOutput]] = {}
 
     def update_from_output(self, *of_step: Any) -> dict[int, EngineCoreOutputs]:
@@ -83,10 +90,15 @@ class HeldOutputs(Scheduler):
 
     def _pass(self, new: EngineCoreOutput) -> EngineCoreOutput | None:
         """Hold an output back, or return it with those that were."""
-        name, held = new.request_id, self._held.get(new.request_id, [])
+        name, held = new.request_id, self._held.get(new.request_id)
+        if held is None:
+            held = []
+            goes = new.finish_reason is not None or self.requests[name].max_tokens > HELD
+        else:
+            goes = len(held) + 1 == HELD or _any(_begun(new))
         held.append(new)
-        more = any(map(is_not, _more(new), repeat(None)))
-        if name in self._held and len(held) < HELD and not more:
+        if not (goes or _any(_more(new))):
+            self._held[name] = held
             return None
         if new.finish_reason is None:
             self._held[name] = []
@@ -99,11 +111,19 @@ class _HeldAsyncOutputs(HeldOutputs, AsyncScheduler):
     pass
 
 
+def _any(values: tuple[Any, ...]) -> bool:
+    return any(map(is_not, values, repeat(None)))
+
+
 def _joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Make one output of those of a response, in order; all but the last carry tokens only."""
+    """Make one output of those of a response, in order; all but the first and the last carry tokens
+    only.
+    """
     if len(outputs) == 1:
         return outputs[0]
-    last = outputs[-1]
+    first, last = outputs[0], outputs[-1]
+    last.events = [*(first.events or ()), *(last.events or ())] or None
+    last.prefill_stats = last.prefill_stats or first.prefill_stats
     last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
     found = [one.new_logprobs[:3] for one in outputs if one.new_logprobs is not None]
     if found:

@@ -1,0 +1,17 @@
+"""What a process has made while it started is not looked through for garbage again.
+
+Runs in: the driver, the queue, rollout actors and learner ranks. Each holds a million objects that
+imports and models have made and that live as long as the process. Python's collector looks through
+all of them now and then: half a second of standing still in a rollout actor, and a fifth of its CPU
+time where responses are short.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+def keep_startup() -> None:
+    """Collect what is garbage by now; what is left is not looked at again."""
+    gc.collect()
+    gc.freeze()
