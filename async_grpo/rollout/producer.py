@@ -43,6 +43,8 @@ from async_grpo.wire.groups import EPISODE_END
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
+GATHER_S = 0.01
+"""From the first group that is ready to the call that takes it, and all that are ready by then."""
 HEARTBEAT_S, HEARTBEATS_PER_S = 0.5, 250.0
 """Between two reports of an actor that asks for nothing, and the most of them that the queue's
 process gets from all actors together.
@@ -382,9 +384,12 @@ class GroupProducer(EngineHost):
         return scores
 
     async def _send_outbox(self) -> None:
-        """Put whatever is ready in one call; what comes meanwhile goes with the next."""
+        """Put whatever is ready in one call, and wait a moment for more; what comes during the call
+        goes with the next.
+        """
         while True:
             await self._outbox_filled.wait()
+            await asyncio.sleep(GATHER_S)
             self._outbox_filled.clear()
             batch = list(self._outbox)
             if not batch:
