@@ -123,7 +123,8 @@ class Interval:
     def of(cls, setup: ThroughputSettings, lines: Lines) -> Interval:
         """Compute the rates from the lines of steps, after the line before them."""
         first, last, steps = lines[0], lines[-1], len(lines) - 1
-        means = {name: sum(line.get(name, 0.0) for line in lines[1:]) / steps for name in RATES}
+        said = {name: [line[name] for line in lines[1:] if name in line] for name in RATES}
+        means = {name: sum(values) / max(1, len(values)) for name, values in said.items()}
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
         learner, engine = LearnerTime.between(first, last), spent(first, last, ENGINE_PREFIX)
         whole = max(sum(engine.values()), 1e-9)

@@ -48,7 +48,7 @@ from async_grpo.learner.batching import (
     make_rank_plans,
     minibatches,
 )
-from async_grpo.wire.groups import Batch, GroupMeta, RowMeta, joined
+from async_grpo.wire.groups import SHORT, Batch, GroupMeta, RowMeta, joined
 
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
@@ -353,8 +353,8 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
 
 
 def durations(batch: Batch) -> dict[str, float]:
-    """Average a group's seconds by stage, and tokens per second of its longest response; seconds of
-    the slowest group.
+    """Average a group's seconds by stage, and tokens per second of its longest response, of groups
+    where that is not too short to tell; seconds of the slowest group.
     """
     groups = batch.groups
     spent = {
@@ -362,15 +362,20 @@ def durations(batch: Batch) -> dict[str, float]:
         "generate": ("queued", "done"),
         "verify": ("done", "scored"),
     }
-    longest = max(group.times["scored"] - group.times["queued"] for group in groups)
-    out = {"rollout/longest_group_s": longest} | {
+    slowest = max(group.times["scored"] - group.times["queued"] for group in groups)
+    out = {"rollout/longest_group_s": slowest} | {
         f"rollout/{name}_s": sum(group.times[end] - group.times[start] for group in groups)
         / len(groups)
         for name, (start, end) in spent.items()
     }
-    decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
+    longest = [max(row.length for row in group.episodes) for group in groups]
+    timed = [
+        (tokens - 1, group.times["done"] - group.times["first_token"])
+        for group, tokens in zip(groups, longest, strict=True)
+        if tokens > SHORT
+    ]
+    tokens, decoding = map(sum, zip(*timed, strict=True)) if timed else (0, 0.0)
     if decoding > 0:
-        tokens = sum(max(row.length for row in group.episodes) - 1 for group in groups)
         out["rollout/tokens_per_s_per_response"] = tokens / decoding
     return out
 

@@ -30,6 +30,8 @@ context's length, a limit of turns or of wrong actions, a repetition, the enviro
 """
 EPISODE_END = "episode_"
 """Begins the name of a group's time at which an episode ended; its number follows."""
+SHORT = 16
+"""Tokens of a response whose first token may be known only when its last one is."""
 TRUNCATED = frozenset({"length", "context", "max_turns"})
 """Finish reasons that cut off what would have gone on."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from statistics import fmean as mean
 from statistics import stdev as std
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from async_grpo.algo.aggregation import AGGREGATIONS
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue
-from async_grpo.run.planning import RowMath, shaping
+from async_grpo.run.planning import RowMath, durations, shaping
 from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
@@ -720,3 +721,22 @@ def test_what_is_seen_of_episodes() -> None:
     assert metrics["rollout/sampled_share"] == sampled / (sampled + 9 * GROUPS)
     assert metrics["rollout/ended/env_done"] == pytest.approx(2 / 3)
     assert metrics["rollout/ended/max_turns"] == metrics["rollout/truncated"]
+
+
+@pytest.mark.parametrize(("lengths", "speed"), [((4, 41), 20.0), ((4, 16), None)])
+def test_the_speed_of_a_response_is_that_of_groups_long_enough_to_tell(
+    lengths: tuple[int, int], speed: float | None
+) -> None:
+    """The first token of a short response may be known only with its last one."""
+    groups = [
+        SimpleNamespace(
+            times={"queued": 0.0, "first_token": 1.0, "done": done, "scored": done + 0.5},
+            episodes=[SimpleNamespace(length=length), SimpleNamespace(length=1)],
+        )
+        for length, done in zip(lengths, (1.001, 3.0), strict=True)
+    ]
+    found = durations(SimpleNamespace(groups=groups))
+    assert found.get("rollout/tokens_per_s_per_response") == speed
+    assert found["rollout/longest_group_s"] == 3.5
+    assert found["rollout/first_token_s"] == 1.0
+    assert found["rollout/verify_s"] == pytest.approx(0.5)

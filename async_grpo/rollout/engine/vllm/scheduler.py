@@ -30,10 +30,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerIterationDetails
 from vllm.v1.outputs import LogprobsLists
 
+from async_grpo.wire.groups import SHORT
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-HELD = 16
+HELD = SHORT
 """Steps whose tokens go together."""
 _JOINED = {"request_id", "new_token_ids", "new_logprobs", "num_nans_in_logits", "trace_headers"}
 _BEGUN = ("events", "prefill_stats")
@@ -93,7 +95,7 @@ class HeldOutputs(Scheduler):
         name, held = new.request_id, self._held.get(new.request_id)
         if held is None:
             held = []
-            goes = new.finish_reason is not None or self.requests[name].max_tokens > HELD
+            goes = new.finish_reason is not None or self.requests[name].max_tokens > SHORT
         else:
             goes = len(held) + 1 == HELD or _any(_begun(new))
         held.append(new)
