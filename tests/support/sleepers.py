@@ -556,15 +556,19 @@ class Life:
             raise self.wrong[0]
 
     async def _surviving(self, work: Callable[[], Any]) -> None:
+        lost = False
         while True:
             try:
+                if lost:
+                    async with self.coordinator.without_learner():
+                        await self.group.start(None)
+                        await self.coordinator.relink(self.loop.steps_done, run_epoch=0)
+                    lost = False
                 await work()
                 return
-            except LearnerLost:
+            except LearnerLost:  # also while it is brought back
+                lost = True
                 self.group.kill()
-                async with self.coordinator.without_learner():
-                    await self.group.start(None)
-                    await self.coordinator.relink(self.loop.steps_done, run_epoch=0)
 
     def _happenings(self) -> list[Any]:
         ways = [self._evaluate, self._ask_learner, self._checkpoint, self._kill_engine]

@@ -138,10 +138,12 @@ async def _no_sleep(self: Any) -> None: ...
 async def test_a_life_finds_what_is_left_out(
     monkeypatch: pytest.MonkeyPatch, where: type, name: str, instead: Any, first: int
 ) -> None:
-    """first: a life that finds it soon."""
+    """first: a life that finds it soon. What happens when differs with the machine, and the rarest
+    is found by one life of fifteen.
+    """
     monkeypatch.setattr(where, name, instead)
     with pytest.raises((Wrong, AssertionError, EngineError, Stalled, TimeoutError)):
-        for life in lives(first, 40):
+        for life in lives(first, 300):
             await life.go()
 
 
