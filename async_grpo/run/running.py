@@ -24,7 +24,6 @@ from async_grpo.run.checkpoint.saver import Saver
 from async_grpo.run.connection import Connection
 from async_grpo.run.preflight.devices import look_at_memory
 from async_grpo.run.preflight.run_check import Checked
-from async_grpo.runtime.garbage import keep_startup
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.stopping import Stop
 
@@ -141,7 +140,6 @@ class RunningSystem:
             await self.system.start()
 
         self.run(start(), stoppable=True)
-        keep_startup()
 
     def run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
         """Wait for a coroutine in the event loop; its result. Raises RunError in its own thread,
