@@ -242,6 +242,15 @@ def machine(*packages: str) -> str:
     )
 
 
+def commit() -> str:
+    """The commit that is checked out; `-dirty` where files differ from it, results apart."""
+    name = ["git", "rev-parse", "--short=8", "HEAD"]
+    found = subprocess.run(name, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    compare = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]
+    dirty = subprocess.run(compare, cwd=ROOT, check=False).returncode != 0
+    return found.stdout.strip() + "-dirty" * dirty
+
+
 def _version(package: str) -> str:
     for name in (package, f"{package}-cpu"):
         try:

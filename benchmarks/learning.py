@@ -27,7 +27,16 @@ from typing import Any
 
 from async_grpo.config.load import load_config, resolve
 from async_grpo.run.preflight.model import made_model
-from benchmarks.harness import ROOT, append, json_lines, machine, quiet, read_rows, run_logged
+from benchmarks.harness import (
+    ROOT,
+    append,
+    commit,
+    json_lines,
+    machine,
+    quiet,
+    read_rows,
+    run_logged,
+)
 
 RECORD = ROOT / "benchmarks" / "results" / "learning.jsonl"
 SMALL = [
@@ -82,7 +91,7 @@ def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
         "accuracy": after,
         "seconds": round(time.time() - started),
         "command": shlex.join(["python", "-m", *command]).replace(str(Path.home()), "~"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
     }
 
@@ -104,12 +113,6 @@ def _warm(config: str) -> list[str]:
     """Build the model of seed 0, from which all seeds start; the settings that name it."""
     made = made_model(resolve(load_config(config, ["seed=0"])), note=print, check=lambda: None)
     return [f"model.path={made}", "model.warm_start=null"]
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
-    found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return found.stdout.strip()
 
 
 def main(argv: list[str] | None = None) -> int:

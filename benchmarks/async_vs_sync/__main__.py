@@ -1,14 +1,14 @@
 """Asynchronous against synchronous training, by what is learnt:
-`python -m benchmarks.async_vs_sync [--rows benchmarks/results/async_vs_sync.jsonl]
+`python -m benchmarks.async_vs_sync [WORKLOAD ...] [--rows benchmarks/results/async_vs_sync.jsonl]
 [--docs docs/explanation/benchmarks.md] [--picture docs/assets/async_vs_sync.png]`.
 
-Real runs of the same system on a task with long tails (`long_sums`): once with
-`replay.max_staleness: 0`, which is synchronous, once with 2. Each side gets the settings that are
-best for it, from the same choices:
+Real runs of the same system, with `replay.max_staleness: 0`, which is synchronous, and above 0:
 
-    places   one engine and one learner rank with a core each, or two of both, which share all
-             cores; by groups per second of a short run
-    rates    the learning rate, by held-out accuracy over the second half of a run of another seed
+    long_sums            answers of 2 to 78 tokens: a long tail
+    calculator, chain    episodes with a tool; calls take 0.5 s in the mean, or 2 s (`slow_tools`)
+
+    tuning   each side tries its choices with each learning rate, on a seed of its own; the one that
+             reaches 90 % first is taken. Calls of 2 s take what calls of 0.5 s found
     runs     five seeds, a run of each side in turn, in an order that alternates
 
 Seconds count from the first learner step on, evaluations included. One row per run is appended to
@@ -18,6 +18,8 @@ the file, so that it can be stopped and started again. Give it a machine of its 
 from __future__ import annotations
 
 import argparse
+import math
+import shlex
 import statistics
 import sys
 import tempfile
@@ -30,93 +32,130 @@ from benchmarks.harness import (
     ROOT,
     OfRow,
     append,
-    cell,
+    commit,
     difference,
     interval,
     json_lines,
     machine,
+    quiet,
     read_rows,
     run_logged,
     write_docs,
 )
 
-SIDES = {"synchronous": 0, "asynchronous": 2}
-"""Name -> `replay.max_staleness`."""
-PLACES: dict[str, tuple[str, ...]] = {
-    "one engine, one rank": ("cluster.rollout_actors={min: 1, max: 1}",),
-    "two engines, two ranks": ("cluster.rollout_actors={min: 2, max: 2}", "learner.ranks=2"),
+SIDES = "synchronous", "asynchronous"
+CHOICES = {
+    "synchronous": {
+        "cores apart": ("replay.max_staleness=0", "cluster.cores=apart"),
+        "cores shared": ("replay.max_staleness=0", "cluster.cores=shared"),
+    },
+    "asynchronous": {
+        "staleness 2": ("replay.max_staleness=2",),
+        "staleness 4": ("replay.max_staleness=4",),
+    },
 }
-CONFIG = "benchmarks/async_vs_sync/long_sums.yaml"
-RATES = (1e-4, 2e-4, 4e-4)
-SHORT, SKIPPED, STEPS, SEEDS, TUNING_SEED = 40, 10, 200, 5, 100
-GOALS = (0.90, 0.95)
+"""Side -> name -> settings."""
+SEEDS, TUNING_SEED = 5, 100
+GOAL = 0.90
 TIMEOUT_S = 1_800.0
 
 
 @dataclass(frozen=True)
-class Job(OfRow):
-    """One run. kind: `places`, `rates` or `runs`."""
+class Workload:
+    """A task, and how long a run is. groups: of a learner step. skipped: steps that the rates leave
+    out. like: the workload whose tuning holds for this one too.
+    """
 
+    config: str
+    groups: int
+    steps: int
+    skipped: int
+    rates: tuple[float, ...]
+    settings: tuple[str, ...] = ()
+    like: str | None = None
+
+
+def _tools(task: str, mean_s: float, like: str | None = None) -> Workload:
+    config = f"benchmarks/async_vs_sync/slow_{task}.yaml"
+    settings = (f"task.options.mean_s={mean_s:g}",)
+    return Workload(config, 8, 20, 6, (1e-4, 3e-4), settings, like)
+
+
+WORKLOADS = {
+    "long_sums": Workload("benchmarks/async_vs_sync/long_sums.yaml", 16, 200, 10, (2e-4, 4e-4)),
+    "calculator, 0.5 s": _tools("calculator", 0.5),
+    "calculator, 2 s": _tools("calculator", 2.0, like="calculator, 0.5 s"),
+    "chain, 0.5 s": _tools("chain", 0.5),
+    "chain, 2 s": _tools("chain", 2.0, like="chain, 0.5 s"),
+}
+
+
+@dataclass(frozen=True)
+class Job(OfRow):
+    """One run. kind: `tuning` or `runs`."""
+
+    workload: str
     kind: str
     side: str
-    places: str
+    choice: str
     lr: float
     seed: int
 
 
-def jobs(rows: Sequence[dict[str, Any]]) -> Iterator[Job]:
-    """What is to be done, in its order; without what is not yet known."""
-    for places in PLACES:
+def jobs(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[Job]:
+    """What is to be done for a workload, in its order; without what is not yet known."""
+    tuning = WORKLOADS[name].like or name
+    for rate in WORKLOADS[tuning].rates:
         for side in SIDES:
-            yield Job("places", side, places, RATES[1], TUNING_SEED)
-    chosen = {side: best(rows, "places", side, lambda row: row["groups_per_s"]) for side in SIDES}
-    if not all(chosen.values()):
-        return
-    for rate in RATES:
-        for side in SIDES:
-            yield Job("rates", side, chosen[side]["places"], rate, TUNING_SEED)
-    tuned = {side: best(rows, "rates", side, second_half) for side in SIDES}
+            for choice in CHOICES[side]:
+                yield Job(tuning, "tuning", side, choice, rate, TUNING_SEED)
+    tuned = {side: best(rows, tuning, side) for side in SIDES}
     if not all(tuned.values()):
         return
     for seed in range(SEEDS):
-        for side in sorted(SIDES, reverse=bool(seed % 2)):
-            yield Job("runs", side, tuned[side]["places"], tuned[side]["lr"], seed)
+        for side in sorted(SIDES, reverse=not seed % 2):
+            yield Job(name, "runs", side, tuned[side]["choice"], tuned[side]["lr"], seed)
 
 
-def second_half(row: dict[str, Any]) -> float:
-    """Mean held-out accuracy of a run's second half."""
-    return statistics.mean(point[3] for point in row["points"] if point[0] >= row["steps"] / 2)
-
-
-def best(
-    rows: Sequence[dict[str, Any]], kind: str, side: str, value: Callable[[dict[str, Any]], float]
-) -> dict[str, Any]:
-    """The best run of this kind; empty before all of them are there."""
-    found = [row for row in rows if (row["kind"], row["side"]) == (kind, side)]
-    if len(found) < len(PLACES if kind == "places" else RATES):
+def best(rows: Sequence[dict[str, Any]], name: str, side: str) -> dict[str, Any]:
+    """The tuning run that reached the goal first, or where none did, got highest; empty before all
+    of them are there.
+    """
+    found = [
+        row for row in rows if (row["workload"], row["kind"], row["side"]) == (name, "tuning", side)
+    ]
+    if len(found) < len(CHOICES[side]) * len(WORKLOADS[name].rates):
         return {}
-    return max(found, key=value)
+    return min(found, key=lambda row: (until(row["points"], GOAL, 1) or math.inf, -last(row)))
+
+
+def last(row: dict[str, Any]) -> float:
+    """Mean held-out accuracy of a run's last three evaluations."""
+    return statistics.mean(point[3] for point in row["points"][-3:])
 
 
 def run(job: Job, directory: Path) -> dict[str, Any]:
     """Run a job as a user would; what its metrics.jsonl says."""
-    steps = SHORT if job.kind == "places" else STEPS
+    workload = WORKLOADS[job.workload]
     settings = [
-        f"run.dir={directory}",
-        f"run.total_steps={steps}",
+        f"run.total_steps={workload.steps}",
         f"seed={job.seed}",
         f"learner.lr={job.lr}",
-        f"replay.max_staleness={SIDES[job.side]}",
-        *PLACES[job.places],
+        *CHOICES[job.side][job.choice],
+        *workload.settings,
     ]
-    if job.kind == "places":
-        settings += ["evaluation.every_steps=0", "evaluation.before=false"]
-    command = [sys.executable, "-m", "async_grpo.run", CONFIG, *settings]
-    run_logged(command, directory.with_suffix(".txt"), limit_s=TIMEOUT_S)
-    return course(json_lines(directory / "metrics.jsonl")) | {"steps": steps}
+    command = ["async_grpo.run", workload.config, *settings]
+    run_logged(
+        [sys.executable, "-m", *command, f"run.dir={directory}"],
+        directory.with_suffix(".txt"),
+        limit_s=TIMEOUT_S,
+    )
+    measured = course(json_lines(directory / "metrics.jsonl"), workload)
+    said = {"command": shlex.join(["python", "-m", *command]), "commit": commit()}
+    return measured | said | {"machine": machine()}
 
 
-def course(lines: Sequence[dict[str, float]]) -> dict[str, Any]:
+def course(lines: Sequence[dict[str, float]], workload: Workload) -> dict[str, Any]:
     """From the metrics of a run: points of (step, seconds, tokens, held-out accuracy); groups per
     second, learner idle and mean lag after the first steps.
     """
@@ -132,16 +171,15 @@ def course(lines: Sequence[dict[str, float]]) -> dict[str, Any]:
         if "eval/accuracy_greedy" in line
         for step in [int(line["step"])]
     ]
-    last = max(steps)
-    kept = [steps[number] for number in range(SKIPPED + 1, last + 1)]
-    window = seconds[last] - seconds[SKIPPED]
-    starved = steps[last]["time/learner/idle"] - steps[SKIPPED]["time/learner/idle"]
+    first, end = workload.skipped, max(steps)
+    kept = [steps[number] for number in range(first + 1, end + 1)]
+    window = seconds[end] - seconds[first]
+    starved = steps[end]["time/learner/idle"] - steps[first]["time/learner/idle"]
     return {
         "points": points,
-        "groups_per_s": 16 * len(kept) / window,
+        "groups_per_s": workload.groups * len(kept) / window,
         "idle": starved / window,
-        "lag_mean": statistics.mean(line["train/staleness_mean"] for line in kept),
-        "machine": machine(),
+        "staleness_mean": statistics.mean(line["train/staleness_mean"] for line in kept),
     }
 
 
@@ -160,72 +198,68 @@ def until(points: Sequence[Sequence[float]], goal: float, column: int) -> float 
     return None
 
 
+def pairs(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Synchronous and asynchronous run of a workload, by seed, of seeds that have both."""
+    runs = [
+        {
+            row["seed"]: row
+            for row in rows
+            if (row["workload"], row["kind"], row["side"]) == (name, "runs", side)
+        }
+        for side in SIDES
+    ]
+    return [(runs[0][seed], runs[1][seed]) for seed in sorted(set(runs[0]) & set(runs[1]))]
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The result as Markdown."""
-    runs = {
-        side: {row["seed"]: row for row in rows if (row["kind"], row["side"]) == ("runs", side)}
-        for side in SIDES
-    }
-    seeds = sorted(set.intersection(*(set(found) for found in runs.values())))
-    if not seeds:
+    found = {name: both for name in WORKLOADS if (both := pairs(rows, name))}
+    if not found:
         return ["Not measured yet."]
+    machines = {row["machine"].split(";")[0] for both in found.values() for row in both[0]}
     lines = [
-        f"{rows[-1]['machine']}. {len(seeds)} seeds, mean and 95 % interval (Student's t); {STEPS} "
-        "learner steps of 16 groups x 8.",
+        f"{'; '.join(sorted(machines))}. Means and 95 % intervals (Student's t) over seeds; "
+        "synchronous -> asynchronous.",
         "",
-        "| | " + " | ".join(SIDES) + " | difference |",
-        "|---|" + "---|" * (len(SIDES) + 1),
+        f"| workload | seeds | settings | groups/s | | seconds until {GOAL:.0%} | | learner idle | "
+        "staleness | accuracy at the end, points |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    for name, both in found.items():
 
-    def row(what: str, shown: Callable[[list[dict[str, Any]]], str], over: str) -> None:
-        cells = [shown([runs[side][seed] for seed in seeds]) for side in SIDES]
-        lines.append(f"| {what} | {' | '.join(cells)} | {over} |")
+        def change(value: Callable[[dict[str, Any]], float], digits: str, both: Any = both) -> str:
+            sides = zip(*[(value(one), value(other)) for one, other in both], strict=True)
+            return " -> ".join(f"{statistics.mean(side):{digits}}" for side in sides)
 
-    row("best places", lambda found: found[0]["places"], "")
-    row("best rate", lambda found: f"{found[0]['lr']:g}", "")
-
-    def plain(name: str, digits: str) -> Callable[[list[dict[str, Any]]], str]:
-        return lambda found: numbers([one[name] for one in found], digits)
-
-    row("groups per second", plain("groups_per_s", ".1f"), ratio(runs, seeds, "groups_per_s"))
-    row("learner idle", lambda found: cell([one["idle"] for one in found]), "")
-    row("mean lag", plain("lag_mean", ".2f"), "")
-    for column, unit in ((1, "seconds"), (2, "tokens")):
-        for goal in GOALS:
-            reached = {
-                side: [until(runs[side][seed]["points"], goal, column) for seed in seeds]
-                for side in SIDES
-            }
-            cells = []
-            for found in reached.values():
-                known = [one for one in found if one is not None]
-                missed = [f"never in {len(found) - len(known)}"] if len(known) < len(found) else []
-                cells.append(", ".join(([numbers(known, ",.0f")] if known else []) + missed))
-            both = [
-                one / other
-                for one, other in zip(*(reached[side] for side in SIDES), strict=True)
-                if one is not None and other is not None
-            ]
-            lines.append(
-                f"| {unit} until {goal:.0%} | {' | '.join(cells)} | "
-                f"{numbers(both, '.2f') + ' times' if both else '-'} |"
-            )
-    last = {
-        side: [statistics.mean(p[3] for p in runs[side][seed]["points"][-3:]) for seed in seeds]
-        for side in SIDES
-    }
-    over = [mine - theirs for theirs, mine in zip(*last.values(), strict=True)]
-    cells = [cell(values) for values in last.values()]
-    lines.append(
-        f"| accuracy, last three evaluations | {' | '.join(cells)} | {difference(over)} points |"
-    )
+        reached = [
+            [until(row["points"], GOAL, 1) for row in side] for side in zip(*both, strict=True)
+        ]
+        cells = [
+            name,
+            str(len(both)),
+            " -> ".join(f"{row['choice']}, {row['lr']:g}" for row in both[0]),
+            change(lambda row: row["groups_per_s"], ".2f"),
+            ratio([other["groups_per_s"] / one["groups_per_s"] for one, other in both]),
+            " -> ".join(seconds_of(side) for side in reached),
+            ratio([o / s for s, o in zip(*reached, strict=True) if s and o]),
+            change(lambda row: row["idle"], ".0%"),
+            numbers([other["staleness_mean"] for _, other in both], ".1f"),
+            difference([last(other) - last(one) for one, other in both]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def ratio(runs: dict[str, dict[int, dict[str, Any]]], seeds: Sequence[int], name: str) -> str:
-    """The asynchronous side's value in those of the synchronous one, seed by seed."""
-    first, second = (runs[side] for side in SIDES)
-    return numbers([second[seed][name] / first[seed][name] for seed in seeds], ".2f") + " times"
+def seconds_of(values: Sequence[float | None]) -> str:
+    """Mean of those that reached the goal, and how many did not."""
+    known = [value for value in values if value is not None]
+    missed = [f"never in {len(values) - len(known)}"] if len(known) < len(values) else []
+    return ", ".join(([f"{statistics.mean(known):,.0f}"] if known else []) + missed)
+
+
+def ratio(values: Sequence[float]) -> str:
+    """Asynchronous over synchronous, seed by seed."""
+    return numbers(values, ".2f") + " times" if values else "-"
 
 
 def numbers(values: Sequence[float], digits: str) -> str:
@@ -235,34 +269,36 @@ def numbers(values: Sequence[float], digits: str) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy over seconds and over tokens: a line per seed, and the mean of its side."""
+    """Held-out accuracy over seconds, a panel per workload: mean and 95 % interval of each side."""
     import matplotlib as mpl
     import numpy as np
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    colours = dict(zip(SIDES, ("#d9722e", "#3b82c4"), strict=True))
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.2), sharey=True, layout="constrained")
-    for column, (panel, unit) in enumerate(zip(axes, ("seconds", "tokens"), strict=True), start=1):
-        scale = 1_000 if unit == "tokens" else 1
-        for side, colour in colours.items():
-            found = [row for row in rows if (row["kind"], row["side"]) == ("runs", side)]
-            curves = [np.array(row["points"]) for row in found]
-            end = min(curve[-1, column] for curve in curves)
-            grid = np.linspace(0, end, 200)
-            values = np.array([np.interp(grid, one[:, column], one[:, 3]) for one in curves])
+    found = {name: both for name in WORKLOADS if (both := pairs(rows, name))}
+    size = (3.2 * len(found) + 0.6, 3.2)
+    figure, panels = pyplot.subplots(
+        1, len(found), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (name, both) in zip(panels[0], found.items(), strict=True):
+        for side, colour, runs in zip(
+            SIDES, ("#d9722e", "#3b82c4"), zip(*both, strict=True), strict=True
+        ):
+            curves = [np.array(row["points"]) for row in runs]
+            at = np.linspace(0, min(curve[-1, 1] for curve in curves), 200)
+            values = np.array([np.interp(at, one[:, 1], one[:, 3]) for one in curves])
             half = [interval(list(point))[1] for point in values.T] if len(values) > 1 else 0
             mean = values.mean(0)
-            at = grid / scale
             panel.plot(at, 100 * mean, color=colour, label=side)
             panel.fill_between(
                 at, 100 * (mean - half), 100 * (mean + half), color=colour, alpha=0.2, lw=0
             )
-        panel.set_xlabel("thousand tokens" if unit == "tokens" else unit)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("seconds")
         panel.grid(alpha=0.3)
-    axes[0].set_ylabel("held-out accuracy, %")
-    axes[0].legend(loc="lower right", frameon=False)
+    panels[0][0].set_ylabel("held-out accuracy, %")
+    panels[0][-1].legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -271,25 +307,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.async_vs_sync",
         description="What is learnt in the same time, asynchronously and synchronously.",
     )
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=", ".join(WORKLOADS))
     default = ROOT / "benchmarks" / "results" / "async_vs_sync.jsonl"
     parser.add_argument("--rows", type=Path, default=default, help="one JSON row per run")
     parser.add_argument("--docs", type=Path, help="write the table into that page")
     parser.add_argument("--picture", type=Path, help="draw the curves into that PNG file")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.workloads if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"no workload {', '.join(unknown)}; there are: {'; '.join(WORKLOADS)}")
+    names = arguments.workloads or list(WORKLOADS)
     with tempfile.TemporaryDirectory(prefix="async_vs_sync-") as folder:
         while not arguments.table:
             rows = read_rows(arguments.rows)
             done = {Job.of(row) for row in rows}
-            job = next((one for one in jobs(rows) if one not in done), None)
+            left = (one for name in names for one in jobs(name, rows) if one not in done)
+            job = next(left, None)
             if job is None:
                 break
             row = job.__dict__ | run(job, Path(folder) / f"run-{len(rows)}")
             append(arguments.rows, row)
             accuracy = f", {row['points'][-1][3]:.1%}" if row["points"] else ""
             print(
-                f"{job}: {row['groups_per_s']:.1f} groups/s, idle {row['idle']:.1%}, lag "
-                f"{row['lag_mean']:.2f}{accuracy}",
+                f"{job}: {row['groups_per_s']:.1f} groups/s, idle {row['idle']:.1%}, staleness "
+                f"{row['staleness_mean']:.2f}{accuracy}",
                 flush=True,
             )
     rows = read_rows(arguments.rows)
@@ -302,4 +344,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    quiet()
     main()
