@@ -44,7 +44,7 @@ from benchmarks.harness import (
 )
 
 SIDES = "synchronous", "asynchronous"
-CHOICES = {
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "synchronous": {
         "cores apart": ("replay.max_staleness=0", "cluster.cores=apart"),
         "cores shared": ("replay.max_staleness=0", "cluster.cores=shared"),

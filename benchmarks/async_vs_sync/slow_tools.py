@@ -73,7 +73,7 @@ class SlowChain(Chain):
         self._mean_s = parse_options(Latency, settings).mean_s
         super().__init__(settings.model_copy(update={"options": {"max_steps": 6}}), seed)
 
-    def environment(self) -> Slow:
+    def environment(self) -> Any:
         """Return a new environment."""
         return Slow(ChainEnvironment(), self._mean_s)
 

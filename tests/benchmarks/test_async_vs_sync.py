@@ -1,9 +1,11 @@
-"""Asynchronous against synchronous: what the benchmark decides from its rows, its task, and how it
+"""Asynchronous against synchronous: what the benchmark decides from its rows, its tasks, and how it
 reads a run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import statistics
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,12 +14,13 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import TaskConfig
+from async_grpo.environments.base import Action
 from benchmarks.async_vs_sync.__main__ import (
-    PLACES,
-    RATES,
+    CHOICES,
     SEEDS,
     SIDES,
-    STEPS,
+    TUNING_SEED,
+    WORKLOADS,
     Job,
     course,
     draw,
@@ -26,57 +29,75 @@ from benchmarks.async_vs_sync.__main__ import (
     until,
 )
 from benchmarks.async_vs_sync.long_sums import LONGEST, LongSums
+from benchmarks.async_vs_sync.slow_tools import LONGEST as LONGEST_CALL
+from benchmarks.async_vs_sync.slow_tools import SlowCalculator, SlowChain, seconds
+
+SLOW, FAST = "calculator, 2 s", "calculator, 0.5 s"
 
 
-def row(job: Job, *, groups_per_s: float = 10.0, late: float = 0.9, pace: float = 1.0) -> dict:
-    """The row of a job whose accuracy rises evenly from 0.5 to `late`."""
+def row(job: Job) -> dict:
+    """The row of a job whose accuracy rises evenly from 0.5, to 0.98 with what is best: shared
+    cores and the high rate, or staleness 4 and the low one. The asynchronous side is twice as fast.
+    """
+    synchronous = job.side == "synchronous"
+    rates = WORKLOADS[job.workload].rates
+    right = job.choice in ("cores shared", "staleness 4") and job.lr == rates[synchronous]
+    end, pace = 0.98 if right else 0.88, 1.0 if synchronous else 2.0 + 0.01 * job.seed
+    steps = WORKLOADS[job.workload].steps
     points = [
-        (step, step / pace, 100 * step, 0.5 + (late - 0.5) * step / STEPS)
-        for step in range(0, STEPS + 1, 20)
+        (step, step / pace, 100 * step, 0.5 + (end - 0.5) * step / steps)
+        for step in range(0, steps + 1, 2)
     ]
-    measured = {"groups_per_s": groups_per_s, "idle": 0.25, "lag_mean": 1.5, "machine": "M"}
-    return job.__dict__ | measured | {"points": points, "steps": STEPS}
+    measured = {"groups_per_s": 5.0 * pace, "idle": 0.25, "staleness_mean": 1.5, "machine": "M; 1"}
+    return job.__dict__ | measured | {"points": points}
 
 
-def everything() -> list[dict]:
-    """All rows: two of both are best for the synchronous side, at the highest rate."""
+def everything(name: str = SLOW) -> list[dict]:
+    """All rows of a workload."""
     rows: list[dict] = []
     for _ in range(100):
-        job = next((one for one in jobs(rows) if one not in map(Job.of, rows)), None)
+        job = next((one for one in jobs(name, rows) if one not in map(Job.of, rows)), None)
         if job is None:
             return rows
-        fits = (job.places == "two engines, two ranks") == (job.side == "synchronous")
-        late = 0.98 if (job.lr == RATES[2]) == (job.side == "synchronous") else 0.9
-        pace = 1.0 if job.side == "synchronous" else 2.0 + 0.01 * job.seed
-        rows.append(row(job, groups_per_s=9.0 + fits, late=late, pace=pace))
+        rows.append(row(job))
     raise AssertionError("no end")
 
 
 def test_each_side_gets_what_is_best_for_it_and_the_sides_take_turns() -> None:
     rows = everything()
-    kinds = [entry["kind"] for entry in rows]
-    assert [kinds.count(kind) for kind in ("places", "rates", "runs")] == [
-        len(SIDES) * len(PLACES),
-        len(SIDES) * len(RATES),
-        len(SIDES) * SEEDS,
-    ]
+    tuning = [entry for entry in rows if entry["kind"] == "tuning"]
+    assert {entry["workload"] for entry in tuning} == {FAST}, "tuned where a run is short"
+    assert {entry["seed"] for entry in tuning} == {TUNING_SEED}
+    tried = [[entry["side"] for entry in tuning].count(side) for side in SIDES]
+    assert tried == [2 * len(CHOICES[side]) for side in SIDES]
+    assert tried[0] == tried[1], "the same budget"
     runs = [entry for entry in rows if entry["kind"] == "runs"]
-    chosen = {entry["side"]: (entry["places"], entry["lr"]) for entry in runs}
-    assert chosen["synchronous"] == ("two engines, two ranks", RATES[2])
-    assert chosen["asynchronous"][0] == "one engine, one rank"
-    assert chosen["asynchronous"][1] in RATES[:2]
+    assert len(runs) == len(SIDES) * SEEDS
+    low, high = WORKLOADS[FAST].rates
+    chosen = {entry["side"]: (entry["choice"], entry["lr"]) for entry in runs}
+    assert chosen == {"synchronous": ("cores shared", high), "asynchronous": ("staleness 4", low)}
     first = [entry["side"] for entry in runs[::2]]
     assert all(one != other for one, other in pairwise(first))
     assert [entry["seed"] for entry in runs[::2]] == [entry["seed"] for entry in runs[1::2]]
 
 
+def test_what_one_workload_has_tuned_is_not_tuned_again() -> None:
+    rows = [entry for entry in everything(FAST) if entry["kind"] == "tuning"]
+    left = [job for job in jobs(SLOW, rows) if job not in map(Job.of, rows)]
+    assert len(left) == len(SIDES) * SEEDS
+
+
 def test_the_table_pairs_by_seed_and_says_what_was_never_reached() -> None:
-    text = "\n".join(table(everything()))
-    assert "| seconds until 90% | 167 ± 0 | 83 ± 1 | 2.02 ± 0.02 times |" in text
-    assert "| tokens until 90% | 16,667 ± 0 | 16,667 ± 0 | 1.00 ± 0.00 times |" in text
-    low = [entry | {"points": [(*p[:3], p[3] - 0.05) for p in entry["points"]]}
-           for entry in everything()]  # fmt: skip
-    assert "never in 5" in "\n".join(table(low))
+    rows = everything()
+    text = "\n".join(table(rows))
+    assert "cores shared, 0.0003 -> staleness 4, 0.0001" in text
+    assert "| 5.00 -> 10.10 | 2.02 ± 0.02 times | 17 -> 8 | 0.50 ± 0.00 times |" in text
+    assert len(table(rows)) == len(table(rows[:-1])), "a seed with one side is left out"
+    assert "| 4 | cores" in "\n".join(table(rows[:-1]))
+    low = [
+        entry | {"points": [(*p[:3], min(p[3], 0.89)) for p in entry["points"]]} for entry in rows
+    ]
+    assert "| never in 5 -> never in 5 | - |" in "\n".join(table(low))
     assert table([]) == ["Not measured yet."]
 
 
@@ -102,15 +123,72 @@ def test_the_clock_starts_with_the_first_step_and_goes_on_through_evaluations() 
             }
         )
     lines.append({"step": 20, "time": 143.0, "eval/accuracy_greedy": 0.8})
-    found = course(lines)
+    found = course(lines, WORKLOADS["long_sums"])
     assert found["points"] == [(0, 0.0, 0, 0.4), (20, 39.5, 1000, 0.8)]
     assert found["groups_per_s"] == pytest.approx(16 * 10 / 20)
-    assert (found["idle"], found["lag_mean"]) == (0.25, 1.0)
+    assert (found["idle"], found["staleness_mean"]) == (0.25, 1.0)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    draw(everything(), tmp_path / "picture.png")
+    draw(everything() + everything(FAST), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "long_sums"])
+def test_a_slow_tool_is_late_while_training_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = WORKLOADS[name]
+    config = load_config(workload.config, list(workload.settings))
+    assert config.rollout.rollout_batch_size == workload.groups
+    tool = {"calculator": SlowCalculator, "chain": SlowChain}[name.split(",")[0]]
+    task = tool(config.task, 0)
+    slept: list[float] = []
+
+    async def sleep(time_s: float) -> None:
+        slept.append(time_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    async def play(problem, turns: list[str]) -> float:
+        environment = task.environment()
+        environment.reset(problem.reference, 0)
+        for turn in turns:
+            seen = await environment.step(Action(turn))
+        assert seen.done
+        return seen.rewards["correct"]
+
+    for index in range(100):
+        problem = task.train(index)
+        said = problem.solution[::2]
+        assert sum(len(turn) + 1 for turn in said) <= config.rollout.response_length
+        assert len("".join(problem.solution)) + len(said) <= config.rollout.context_length
+        assert max(len(turn) + 1 for turn in said) <= config.rollout.turn_length
+        assert len(problem.prompt) <= config.rollout.prompt_length
+        assert len(said) <= config.rollout.max_turns
+        before = len(slept)
+        assert asyncio.run(play(problem, list(said))) == 1.0
+        assert len(slept) - before == len(said) - 1, "whoever answers waits for nobody"
+        wrong = said[-1][:-1] + str((int(said[-1][-1]) + 1) % 10)
+        assert asyncio.run(play(problem, [wrong])) == 0.0
+    mean_s = config.task.options["mean_s"]
+    assert max(slept) > 3 * mean_s
+    slept.clear()
+    held_out = task.evaluation(100)
+    assert not {str(one.prompt) + str(one.reference) for one in held_out} & {
+        str(task.train(index).prompt) + str(task.train(index).reference) for index in range(2000)
+    }
+    for problem in held_out:
+        assert asyncio.run(play(problem, list(problem.solution[::2]))) == 1.0
+    assert set(slept) == {0.0}
+
+
+def test_times_of_calls_have_their_mean_and_end_at_ten_of_it() -> None:
+    draws = random.Random(0)
+    times = [seconds(2.0, draws) for _ in range(20_000)]
+    assert statistics.mean(times) == pytest.approx(2.0, rel=0.05)
+    assert statistics.median(times) == pytest.approx(1.21, rel=0.05)
+    assert max(times) == LONGEST_CALL * 2.0
 
 
 def test_answers_of_long_sums_differ_in_length_and_fit() -> None:
