@@ -63,6 +63,13 @@ if TYPE_CHECKING:
 
 Line = tuple[str, str]
 MOST_NODES = 4096
+BFLOAT16 = "avx512_bf16", "amx_bf16"
+"""Features of a processor that multiplies bfloat16. With the first one, on an AMD EPYC, engines of
+13 million parameters and whole steps of 135 million are 1.6 and 1.7 times as fast; without any, a
+product is some forty times as slow as in float32.
+"""
+BFLOAT16_PAYS = 10_000_000
+"""Parameters from which on it was seen to pay."""
 
 
 def assumed_nodes(text: str) -> list[Node]:
@@ -123,7 +130,10 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
         console.summary("data", data)
     console.summary("run", list(_budget(config, steps)))
     if placement is not None:
-        console.summary("speed", list(_speed(config, placement, device, assumed is not None)))
+        speed = list(_speed(config, placement, device, assumed is not None))
+        if device == "cpu" and found.cluster is None and assumed is None:
+            speed += _number_format(config, shape, warnings)
+        console.summary("speed", speed)
     if shape is None:
         console.summary("memory", [("model", why)])
     else:
@@ -292,6 +302,25 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
     change = one_change(work, now)
     yield ("expected", f"{describe_speed(now)}; measured in {beside.parent}")
     yield ("to change", "nothing" if change is None else said(change, now))
+
+
+def _number_format(config: Config, shape: Shape | None, warnings: list[str]) -> Iterator[Line]:
+    """Say where bfloat16 is faster on this processor, and warn where it is far slower."""
+    import torch
+
+    features = torch.cpu.get_capabilities()
+    fast = next((name for name in BFLOAT16 if features.get(name)), None)
+    if config.model.dtype == "bfloat16" and fast is None:
+        warnings.append(
+            f"this processor does not multiply bfloat16 (it has no {' or '.join(BFLOAT16)}), which "
+            "makes it many times as slow as float32: set model.dtype: float32"
+        )
+    elif config.model.dtype != "bfloat16" and fast and shape and shape.trained >= BFLOAT16_PAYS:
+        yield (
+            "number format",
+            f"float32; this processor multiplies bfloat16 ({fast}): with model.dtype=bfloat16 a "
+            "model of 135 million parameters was 1.7 times as fast",
+        )
 
 
 def _memory(

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from async_grpo.run.preflight.memory import (
     shape_of,
 )
 from async_grpo.tasks.registry import create_task
-from async_grpo.tools.check.dry_run import _episode_warnings
+from async_grpo.tools.check.dry_run import _episode_warnings, _number_format
 from async_grpo.tools.check.known_models import known_config, names
 from async_grpo.weights.layout import AHEAD_BYTES
 from tests.support.dry_run_states import config_of, settings
@@ -267,8 +268,11 @@ def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> No
     need = re.search(r"cluster\.engine\.(kv_cache_gb=[\d.e-]+) holds them all", out)[1]
     assert check([*base, small[0], f"cluster.engine.{need}"]) == 0
     assert "the KV cache holds" not in capsys.readouterr().out
-    assert check([*base, *small, "cluster.engine.max_num_seqs=200"]) == 0
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    coarse = ["model.dtype=bfloat16", "learner.zero_stage=1"]
+    assert check([*base, *small, *coarse, "cluster.engine.max_num_seqs=200"]) == 0
     out = capsys.readouterr().out
+    assert "warning: this processor does not multiply bfloat16" in out
     assert (
         "can generate" in out
         and "lower cluster.engine.max_num_seqs to" in out
@@ -279,6 +283,28 @@ def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> No
     assert check([*base, "model.lora.target_modules=[nowhere]"]) == 2
     assert "nowhere" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "parameters", "says", "warns"),
+    [
+        ({"avx512_bf16": True}, "auto", 10**8, "avx512_bf16", False),
+        ({"amx_bf16": True, "avx512_bf16": False}, "float32", 10**8, "amx_bf16", False),
+        ({"avx512_bf16": True}, "auto", 10**6, "", False),
+        ({"avx512_bf16": True}, "bfloat16", 10**8, "", False),
+        ({}, "auto", 10**8, "", False),
+        ({"avx512_bf16": False}, "bfloat16", 10**6, "", True),
+    ],
+)
+def test_bfloat16_is_recommended_where_the_processor_has_it(
+    monkeypatch, features, dtype, parameters, says, warns
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: features)
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [f"model.dtype={dtype}"])
+    warnings: list[str] = []
+    lines = list(_number_format(config, SimpleNamespace(trained=parameters), warnings))
+    assert [f"({says})" in line for _, line in lines] == [True] * bool(says)
+    assert bool(warnings) == warns
 
 
 @pytest.fixture()
