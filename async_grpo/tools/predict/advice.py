@@ -24,6 +24,8 @@ WORTH, LOSES = 0.05, 0.02
 """Gain of throughput that is worth a change; loss that is none."""
 LESS_LAG = 0.5
 """Learner steps of lag that are worth a change if nothing is lost."""
+SPLITS = 4
+"""Splits of the GPUs that are simulated."""
 LEAST_STEPS = 24
 """Learner steps after which a run writes its measurement."""
 
@@ -109,6 +111,32 @@ def _fresher(work: Workload, now: Prediction) -> Advised | None:
     return best
 
 
+def best_split(work: Workload, *, engine_gpus: int) -> Advised | None:
+    """Return the split of the GPUs between ranks and engines that trains the most groups per
+    second; None where that is the present one. engine_gpus: of each engine. Those that the closed
+    form ranks first are simulated.
+    """
+    gpus = work.ranks + work.actors * engine_gpus
+    tried = {
+        (ranks, engines): work.with_settings(
+            {
+                "cluster.rollout_actors.max": engines,
+                "learner.ranks": work.rank_factor * ranks / work.ranks,
+            }
+        )
+        for engines in range(1, (gpus - 1) // engine_gpus + 1)
+        for ranks in [gpus - engines * engine_gpus]
+    }
+    first = sorted(tried, key=lambda split: min(tried[split].limits().values()), reverse=True)
+    now = (work.ranks, work.actors)
+    found = {split: predict(tried[split]) for split in {*first[:SPLITS], now}}
+    ranks, engines = split = max(found, key=lambda split: found[split].groups_per_s)
+    if found[split].groups_per_s < (1 + WORTH) * found[now].groups_per_s:
+        return None
+    value = f"{ranks}, cluster.rollout_actors.max: {engines}"
+    return Advised("learner.ranks", value, found[split])
+
+
 def _fixed(work: Workload, groups: int) -> Prediction:
     return predict(work.with_settings({"replay.outstanding": groups}))
 
@@ -155,8 +183,8 @@ def workload(config: Config, source: Path | None, *, actors: int | None) -> tupl
     return joined, path.parent
 
 
-def show(work: Workload, path: Path) -> None:
-    """Print a plan."""
+def show(work: Workload, path: Path, *, engine_gpus: int | None) -> None:
+    """Print a plan. engine_gpus: of each engine; None where there is nothing to split."""
     now, console = predict(work), Console()
     most = sorted(work.limits().items(), key=lambda one: one[1])
     outstanding = "auto" if work.outstanding is None else str(work.outstanding)
@@ -175,6 +203,9 @@ def show(work: Workload, path: Path) -> None:
         rows.append((f"max_staleness {bound}", describe(found) + mark))
     change = one_change(work, now)
     rows.append(("to change", "nothing" if change is None else said(change, now)))
+    if engine_gpus is not None and work.ranks + work.actors > 2:
+        split = best_split(work, engine_gpus=engine_gpus)
+        rows.append(("same GPUs", "split as they are" if split is None else said(split, now)))
     console.summary("plan", rows)
 
 

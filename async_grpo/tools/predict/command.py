@@ -42,7 +42,9 @@ def run(options: argparse.Namespace) -> int:
         record = {"predicted": asdict(predict(work)), "limits": work.limits()}
         print(json.dumps(record | {"measured_in": str(path)}))
         return 0
-    show(work, path)
+    apart = config.cluster.layout != "colocated" and work.cores is None
+    gpus = config.cluster.engine.tensor_parallel_size if apart else None
+    show(work, path, engine_gpus=gpus)
     return 0
 
 

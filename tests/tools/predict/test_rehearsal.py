@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from async_grpo.tools.predict.advice import least_outstanding, one_change, said
+from async_grpo.tools.predict.advice import best_split, least_outstanding, one_change, said
 from async_grpo.tools.predict.engine import Speed
 from async_grpo.tools.predict.rehearsal import Prediction, Rehearsal, predict
 from tests.support.plan_case import BASE
@@ -167,6 +167,33 @@ def test_the_one_number_to_change(change: dict[str, object], setting: str) -> No
     better = found.prediction.groups_per_s >= 1.05 * now.groups_per_s
     assert better or found.prediction.staleness_mean <= now.staleness_mean - 0.5
     assert bool(found.needs) == (setting in ("learner.ranks", "cluster.rollout_actors.max"))
+
+
+@pytest.mark.parametrize(
+    ("learner_s", "each", "ranks"), [(0.3, 1, 2), (1.2, 1, 4), (3.0, 1, 5), (20.0, 2, 10)]
+)
+def test_the_split_of_the_gpus(learner_s: float, each: int, ranks: int) -> None:
+    """learner_s: of a step with four ranks, beside four engines."""
+    work = replace(BASE, ranks=4, actors=4, learner_s=learner_s, max_staleness=6, batch=16)
+    gpus, now = 4 + 4 * each, predict(work)
+    rates = {}
+    for engines in range(1, (gpus - 1) // each + 1):
+        factor = (gpus - engines * each) / 4
+        rates[gpus - engines * each] = predict(
+            replace(work, actors=engines, rank_factor=factor)
+        ).groups_per_s
+    found = best_split(work, engine_gpus=each)
+    best = max(rates, key=rates.__getitem__)
+    if rates[best] < 1.05 * now.groups_per_s:
+        assert found is None
+        best = 4
+    else:
+        assert found is not None
+        assert found.prediction.groups_per_s == rates[best]
+        engines = (gpus - best) // each
+        assert found.value == f"{best}, cluster.rollout_actors.max: {engines}"
+        assert f"learner.ranks: {best}, cluster.rollout_actors.max: {engines}: " in said(found, now)
+    assert best == ranks, rates
 
 
 def test_the_same_workload_has_the_same_rehearsal() -> None:
