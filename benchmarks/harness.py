@@ -28,6 +28,8 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
+REAL_MODEL = "examples/real_model"
+"""Where recipes for a pretrained model are."""
 STUDENT_95 = dict(
     zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), strict=True)
 )
@@ -249,6 +251,14 @@ def commit() -> str:
     compare = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]
     dirty = subprocess.run(compare, cwd=ROOT, check=False).returncode != 0
     return found.stdout.strip() + "-dirty" * dirty
+
+
+def real_model() -> list[str]:
+    """Make the questions for the pretrained model, and get it; the setting that names it."""
+    subprocess.run([sys.executable, f"{REAL_MODEL}/make_rows.py"], cwd=ROOT, check=True)
+    command = [sys.executable, f"{REAL_MODEL}/get_model.py"]
+    found = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return [f"model.path={found.stdout.strip()}"]
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,6 @@ import argparse
 import math
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 from async_grpo.config.load import load_config, resolve
 from async_grpo.run.preflight.model import made_model
 from benchmarks.harness import (
+    REAL_MODEL,
     ROOT,
     append,
     commit,
@@ -35,6 +35,7 @@ from benchmarks.harness import (
     machine,
     quiet,
     read_rows,
+    real_model,
     run_logged,
 )
 
@@ -44,11 +45,10 @@ SMALL = [
     "tracking={mlflow: false, report: false}",
     "evaluation={before: true, every_steps: 0, n: 1, max_samples: 300}",
 ]
-REAL = "examples/real_model"
 RECIPES = {
     "quickstart": ["configs/quickstart.yaml", "run.total_steps=40", *SMALL],
     "chain": ["configs/chain.yaml", "run.total_steps=4", *SMALL],
-    "real": [f"{REAL}/smollm2_sums.yaml", "run.total_steps=16", *SMALL],
+    "real": [f"{REAL_MODEL}/smollm2_sums.yaml", "run.total_steps=16", *SMALL],
 }
 """Name -> configuration and settings."""
 STUDENT_995 = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 7: 3.707, 8: 3.499, 9: 3.355}
@@ -74,7 +74,7 @@ def recorded(name: str, path: Path = RECORD) -> list[float]:
 def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
     """Train the recipe as a user would; what it reached."""
     config, *settings = RECIPES[name]
-    settings += _real() if name == "real" else _warm(config)
+    settings += real_model() if name == "real" else _warm(config)
     command = ["async_grpo.run", config, f"seed={seed}", *settings]
     home, started = directory / f"{name}-{seed}", time.time()
     run_logged(
@@ -94,19 +94,6 @@ def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(),
     }
-
-
-def _real() -> list[str]:
-    """Make the rows of the real model; the setting that says where it lies."""
-    subprocess.run([sys.executable, f"{REAL}/make_rows.py"], cwd=ROOT, check=True)
-    found = subprocess.run(
-        [sys.executable, f"{REAL}/get_model.py"],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return [f"model.path={found.stdout.strip()}"]
 
 
 def _warm(config: str) -> list[str]:

@@ -6,6 +6,7 @@ Real runs of the same system, with `replay.max_staleness: 0`, which is synchrono
 
     long_sums            answers of 2 to 78 tokens: a long tail
     calculator, chain    episodes with a tool; calls take 0.5 s in the mean, or 2 s (`slow_tools`)
+    sums, larger, yes_no a pretrained model of 135 million parameters (`examples/real_model`)
 
     tuning   each side tries its choices with each learning rate, on a seed of its own; the one that
              reaches 90 % first is taken. Calls of 2 s take what calls of 0.5 s found
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import (
+    REAL_MODEL,
     ROOT,
     OfRow,
     append,
@@ -39,22 +41,18 @@ from benchmarks.harness import (
     machine,
     quiet,
     read_rows,
+    real_model,
     run_logged,
     write_docs,
 )
 
 SIDES = "synchronous", "asynchronous"
-CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
-    "synchronous": {
-        "cores apart": ("replay.max_staleness=0", "cluster.cores=apart"),
-        "cores shared": ("replay.max_staleness=0", "cluster.cores=shared"),
-    },
-    "asynchronous": {
-        "staleness 2": ("replay.max_staleness=2",),
-        "staleness 4": ("replay.max_staleness=4",),
-    },
+CHOICES = {
+    "cores apart": ("replay.max_staleness=0", "cluster.cores=apart"),
+    "cores shared": ("replay.max_staleness=0", "cluster.cores=shared"),
+    **{f"staleness {bound}": (f"replay.max_staleness={bound}",) for bound in (1, 2, 4)},
 }
-"""Side -> name -> settings."""
+"""Name -> settings."""
 SEEDS, TUNING_SEED = 5, 100
 GOAL = 0.90
 TIMEOUT_S = 1_800.0
@@ -63,7 +61,7 @@ TIMEOUT_S = 1_800.0
 @dataclass(frozen=True)
 class Workload:
     """A task, and how long a run is. groups: of a learner step. skipped: steps that the rates leave
-    out. like: the workload whose tuning holds for this one too.
+    out. like: the workload whose tuning holds for this one too. asynchronous: what that side tries.
     """
 
     config: str
@@ -73,6 +71,25 @@ class Workload:
     rates: tuple[float, ...]
     settings: tuple[str, ...] = ()
     like: str | None = None
+    asynchronous: tuple[str, str] = ("staleness 2", "staleness 4")
+    pretrained: bool = False
+
+    def choices(self, side: str) -> tuple[str, str]:
+        """What a side tries."""
+        return ("cores apart", "cores shared") if side == SIDES[0] else self.asynchronous
+
+
+def _real(task: str) -> Workload:
+    return Workload(
+        f"{REAL_MODEL}/smollm2_{task}.yaml",
+        8,
+        20,
+        4,
+        (1e-5, 2e-5),
+        ("evaluation.every_steps=4",),
+        asynchronous=("staleness 1", "staleness 4"),
+        pretrained=True,
+    )
 
 
 def _tools(task: str, mean_s: float, like: str | None = None) -> Workload:
@@ -87,6 +104,9 @@ WORKLOADS = {
     "calculator, 2 s": _tools("calculator", 2.0, like="calculator, 0.5 s"),
     "chain, 0.5 s": _tools("chain", 0.5),
     "chain, 2 s": _tools("chain", 2.0, like="chain, 0.5 s"),
+    "sums": _real("sums"),
+    "larger": _real("larger"),
+    "yes_no": _real("yes_no"),
 }
 
 
@@ -107,7 +127,7 @@ def jobs(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[Job]:
     tuning = WORKLOADS[name].like or name
     for rate in WORKLOADS[tuning].rates:
         for side in SIDES:
-            for choice in CHOICES[side]:
+            for choice in WORKLOADS[tuning].choices(side):
                 yield Job(tuning, "tuning", side, choice, rate, TUNING_SEED)
     tuned = {side: best(rows, tuning, side) for side in SIDES}
     if not all(tuned.values()):
@@ -124,7 +144,8 @@ def best(rows: Sequence[dict[str, Any]], name: str, side: str) -> dict[str, Any]
     found = [
         row for row in rows if (row["workload"], row["kind"], row["side"]) == (name, "tuning", side)
     ]
-    if len(found) < len(CHOICES[side]) * len(WORKLOADS[name].rates):
+    workload = WORKLOADS[name]
+    if len(found) < len(workload.choices(side)) * len(workload.rates):
         return {}
     return min(found, key=lambda row: (until(row["points"], GOAL, 1) or math.inf, -last(row)))
 
@@ -141,8 +162,9 @@ def run(job: Job, directory: Path) -> dict[str, Any]:
         f"run.total_steps={workload.steps}",
         f"seed={job.seed}",
         f"learner.lr={job.lr}",
-        *CHOICES[job.side][job.choice],
+        *CHOICES[job.choice],
         *workload.settings,
+        *(real_model() if workload.pretrained else []),
     ]
     command = ["async_grpo.run", workload.config, *settings]
     run_logged(

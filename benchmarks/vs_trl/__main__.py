@@ -1,9 +1,10 @@
-"""This system against TRL's GRPOTrainer: `python -m benchmarks.vs_trl [--workload long|short]
+"""This system against TRL's GRPOTrainer: `python -m benchmarks.vs_trl [--workload long|short|real]
 [--seeds N] [--smoke] [--out JSON] [--docs FILE]`.
 
     long     14 million parameters, up to 256 tokens with a geometric tail (mean about 70), 64
              responses per learner step
     short    the quickstart's model and task, 256 responses per learner step
+    real     a pretrained model of 135 million parameters, 64 responses of at most 16 tokens
 
 Same machine, same weights, prompts in the same order, same algorithm and numbers, float32, all
 cores for each side; TRL's environment is its own (`benchmarks.vs_trl.environment`). The sides take
@@ -295,7 +296,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> None:
     parser = arguments_of("vs_trl", "This system against TRL's GRPOTrainer.")
-    parser.add_argument("--workload", choices=list(WORKLOADS), help="one of them; both without it")
+    parser.add_argument("--workload", choices=list(WORKLOADS), help="one of them; all without it")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--steps", type=int, help="learner steps of a run")
     parser.add_argument(

@@ -36,7 +36,12 @@ def checksum(response: str, reference: Any) -> float:
     return float(zlib.crc32(response.encode()) & 1)
 
 
-RULES = {"exact": exact, "checksum": checksum}
+def contains(response: str, reference: Any) -> float:
+    """As `async_grpo.tasks.jsonl` scores with `match: contains`."""
+    return float(reference["answer"].strip() in response.strip())
+
+
+RULES = {"exact": exact, "checksum": checksum, "contains": contains}
 
 
 class Clock:
@@ -157,14 +162,15 @@ def main() -> None:
         recorder.tokenizer, rule = tokenizer, RULES[work["rule"]]
 
         def reward(
-            completions: list[str],
+            completions: list[Any],
             completion_ids: list[list[int]],
             reference: list[Any],
             **rest: Any,
         ) -> list[float]:
             recorder.generated["samples"] += len(completions)
             recorder.generated["tokens"] += sum(map(len, completion_ids))
-            return [rule(text, right) for text, right in zip(completions, reference, strict=True)]
+            texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+            return [rule(text, right) for text, right in zip(texts, reference, strict=True)]
 
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),

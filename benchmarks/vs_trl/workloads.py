@@ -15,7 +15,7 @@ from async_grpo.config.schema import Config
 from async_grpo.contrib.warm_start.cache import ensure_warm_start
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task, problem_index
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, real_model
 from benchmarks.tails import MODELS, TailModel
 
 WARM_START_S = 600.0
@@ -41,6 +41,8 @@ class Workload:
     problems: int = 0
     model: TailModel | None = None
     continuous: bool = False
+    pretrained: bool = False
+    """Whether the model is the one of `examples/real_model`."""
 
     def load(self, seed: int, directory: Path) -> Config:
         """The configuration of a seed, its model made."""
@@ -55,7 +57,7 @@ class Workload:
                 place.mkdir(parents=True)
                 self.model.write(place)
             found.append(f"model.path={place}")
-        return found
+        return found + (real_model() if self.pretrained else [])
 
     def work(self, seed: int, directory: Path) -> dict[str, Any]:
         """The same for TRL's side, in plain numbers."""
@@ -125,7 +127,18 @@ SHORT = Workload(
     evaluate_every=10,
     problems=500,
 )
-WORKLOADS = {workload.name: workload for workload in (LONG, SHORT)}
+REAL = Workload(
+    "real",
+    "examples/real_model/smollm2_sums.yaml",
+    (),
+    "contains",
+    aim=1.0,
+    steps=10,
+    skip=2,
+    micro_batch=64,
+    pretrained=True,
+)
+WORKLOADS = {workload.name: workload for workload in (LONG, SHORT, REAL)}
 
 
 def smoke(workload: Workload) -> Workload:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from async_grpo.config import schema
 from async_grpo.tasks.arithmetic import Arithmetic
+from async_grpo.tasks.jsonl import Jsonl
+from benchmarks.harness import ROOT
 from benchmarks.tails import Tails
 from benchmarks.vs_trl import __main__ as vs_trl
 from benchmarks.vs_trl import environment as vs_trl_environment
@@ -46,12 +49,38 @@ def test_both_sides_score_alike(rule: str, task: Any) -> None:
     assert 0 < sum(scores) < len(scores)
 
 
+def write_rows(directory: Path) -> None:
+    """The questions for the pretrained model."""
+    script = ROOT / "examples" / "real_model" / "make_rows.py"
+    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=60)
+
+
+def test_a_sum_is_scored_alike(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    settings = schema.TaskConfig(
+        name="jsonl", train=str(tmp_path / "sums.jsonl"), options={"match": "contains"}
+    )
+    task = Jsonl(settings, 0)
+    reference = task.train(0).reference
+    right = reference["answer"]
+    for text in ("", right, f" it is {right}.", f"{right}0", right[:-1], "about 7"):
+        score = task.score(text, reference).rewards["correct"]
+        assert vs_trl_side.RULES["contains"](text, reference) == score
+        assert score == float(right in text)
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_other_side_gets_our_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = smoke(WORKLOADS[name])
     monkeypatch.setattr("benchmarks.vs_trl.workloads.model_of", lambda config: "model")
+    write_rows(tmp_path)
+    data = [
+        f"task.train={tmp_path / 'sums.jsonl'}",
+        f"task.eval={tmp_path / 'sums_held_out.jsonl'}",
+    ]
+    monkeypatch.setattr("benchmarks.vs_trl.workloads.real_model", lambda: data)
     work, config = workload.work(3, tmp_path), workload.load(3, tmp_path)
     assert (work["seed"], work["lr"], work["response_length"]) == (
         3,
@@ -62,7 +91,8 @@ def test_the_other_side_gets_our_numbers(
         work["samples"] == config.rollout.rollout_batch_size * work["group_size"]
         and work["samples"] % work["micro_batch"] == 0
     )
-    assert (work["clip_low"], work["clip_high"]) == {"long": (0.2, 0.2), "short": (0.2, 0.28)}[name]
+    clip_high = 0.28 if name == "short" else 0.2
+    assert (work["clip_low"], work["clip_high"]) == (0.2, clip_high)
     assert (
         len(work["problems"]) == workload.steps * config.rollout.rollout_batch_size
         and len(work["held_out"]) == workload.problems
