@@ -60,8 +60,10 @@ TIMEOUT_S = 1_800.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A task, and how long a run is. groups: of a learner step. skipped: steps that the rates leave
-    out. like: the workload whose tuning holds for this one too. asynchronous: what that side tries.
+    """A task, and how long a run is. groups: of a learner step. steps: of a synchronous run; more:
+    times as many of an asynchronous one, so that both last about as long. skipped: steps that the
+    rates leave out. like: the workload whose tuning holds for this one too. asynchronous: what that
+    side tries.
     """
 
     config: str
@@ -71,6 +73,7 @@ class Workload:
     rates: tuple[float, ...]
     settings: tuple[str, ...] = ()
     like: str | None = None
+    more: int = 1
     asynchronous: tuple[str, str] = ("staleness 2", "staleness 4")
     pretrained: bool = False
 
@@ -95,7 +98,7 @@ def _real(task: str) -> Workload:
 def _tools(task: str, mean_s: float, like: str | None = None) -> Workload:
     config = f"benchmarks/async_vs_sync/slow_{task}.yaml"
     settings = (f"task.options.mean_s={mean_s:g}",)
-    return Workload(config, 8, 20, 6, (1e-4, 3e-4), settings, like)
+    return Workload(config, 8, 20, 6, (1e-4, 3e-4), settings, like, more=3)
 
 
 WORKLOADS = {
@@ -159,7 +162,7 @@ def run(job: Job, directory: Path) -> dict[str, Any]:
     """Run a job as a user would; what its metrics.jsonl says."""
     workload = WORKLOADS[job.workload]
     settings = [
-        f"run.total_steps={workload.steps}",
+        f"run.total_steps={workload.steps * (1 if job.side == SIDES[0] else workload.more)}",
         f"seed={job.seed}",
         f"learner.lr={job.lr}",
         *CHOICES[job.choice],
