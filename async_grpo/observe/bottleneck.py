@@ -8,7 +8,7 @@ with times such that the part that holds up the others lets through what was mea
     engines       their places are taken for rate of completions x time that a group takes a place:
                   each response takes its own until it ends    (Little)
     environments  in a share of the time an engine generates nothing, because all of its episodes
-                  wait for their environments
+                  wait for their environments. Only where fewer may be open than the slots allow
     verifiers     more responses wait for a verdict than there are workers    (Little)
     slots         every group holds one for a time that the slowest decide. Only where all of them
                   may be taken: while `replay.outstanding` allows fewer, the bound limits nothing
@@ -254,7 +254,8 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         pause_s = still * setup.batch / seen.rate * setup.every_steps
         times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s)
         return _publications(seen, paused, why), times
-    if (waits := seen.engine.get("environment", 0.0)) >= MUCH and setup.open_episodes:
+    waits = seen.engine.get("environment", 0.0)
+    if waits >= MUCH and setup.actors * setup.open_episodes < setup.capacity * setup.responses:
         opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
         text = (
             f"{idle}: engines wait for environments {waits:.0%} of their time: "
@@ -315,6 +316,8 @@ def _more_slots(seen: Interval, idle: str, limit: float) -> Bottleneck:
     tail = seen.ready_wait_s > (seen.generate_s + seen.verify_s) / 2
     masks = setup.on_stale == "mask"
     why, shorter = "all slots are taken", ""
+    if (waits := seen.engine.get("environment", 0.0)) >= MUCH:
+        why = f"engines wait for environments {waits:.0%} of their time, and {why}"
     if tail:
         wait = f"{seen.ready_wait_s:.2g} s"
         why = f"finished groups wait {wait} for the slowest, which hold their slots"

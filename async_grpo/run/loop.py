@@ -160,6 +160,8 @@ class StepTrainer:
         """Metrics of the last step."""
         self.lengths: list[tuple[int, ...]] = []
         """Response lengths of the last step, by group."""
+        self.generation_s: list[float] = []
+        """Seconds from a group's ticket to its last token, of the same groups."""
         self.time = TimeByCause(LEARNER_CAUSES)
         """What the learner spends its time on, from the first thing it is asked to do."""
         self._line: dict[str, float] = {}
@@ -254,6 +256,8 @@ class StepTrainer:
 
     async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
         self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
+        times = [group.times for group in batch.groups]
+        self.generation_s = [each["done"] - each["queued"] for each in times]
         plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
         kl_sums = await self._learner.prepare(plans)
         values, metrics = self._row_math.values(batch, kl_sums)

@@ -46,10 +46,17 @@ class SpeedWatch:
         return self._bottlenecks.latest
 
     def observe(
-        self, metrics: Mapping[str, float], lengths: Sequence[tuple[int, ...]]
+        self,
+        metrics: Mapping[str, float],
+        lengths: Sequence[tuple[int, ...]],
+        generation_s: Sequence[float],
     ) -> dict[str, float]:
-        """Look at a learner step; what is to be logged of the forecast. Shows a new bottleneck."""
-        predicted = {} if self._forecast is None else self._forecast.observe(metrics, lengths)
+        """Look at a learner step and its groups; what is to be logged of the forecast. Shows a new
+        bottleneck.
+        """
+        predicted = {}
+        if self._forecast is not None:
+            predicted = self._forecast.observe(metrics, lengths, generation_s)
         if (found := self._bottlenecks.observe(metrics)) is not None:
             self._console.bottleneck(kind=found.kind, text=found.text)
         return predicted

@@ -503,7 +503,7 @@ class Trainer:
         system = self.system
         self._saver.check()
         assert self._speed is not None, "start() comes first"
-        if predicted := self._speed.observe(metrics, system.loop.lengths):
+        if predicted := self._speed.observe(metrics, system.loop.lengths, system.loop.generation_s):
             self._log.logged(self.steps_done, predicted)
         if self._due(self.config.checkpoint.every_steps, before):
             self._save(keep_groups=False, wait=False)

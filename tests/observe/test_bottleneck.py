@@ -158,8 +158,9 @@ def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[
     return out
 
 
-def observed(told: list[dict[str, float]]) -> list[Bottleneck | None]:
-    observer = BottleneckWatch(ThroughputSettings.configured(config(), max_num_seqs=16))
+def observed(told: list[dict[str, float]], **changed: int) -> list[Bottleneck | None]:
+    setup = ThroughputSettings.configured(config(), max_num_seqs=16)
+    observer = BottleneckWatch(replace(setup, **changed))
     return [observer.observe(line) for line in told]
 
 
@@ -178,10 +179,19 @@ def test_engines_that_stand_still_for_environments_need_more_open_episodes() -> 
     told = lines(steps=6, starved=0.5, blocked=0.0, length=40.0)
     for step, line in enumerate(told):
         line["time/engine/working"] = line["time/engine/environment"] = step * 0.5
-    verdict = observed(told)[-1]
+    verdict = observed(told, open_episodes=16)[-1]
     assert verdict.kind == "environments" and "for environments 50% of their" in verdict.text
-    assert verdict.advice == {"rollout.max_open_episodes": 64}
+    assert verdict.advice == {"rollout.max_open_episodes": 32}
     assert verdict.predicted_gain == pytest.approx(4.0), "engines that generate all the time"
+
+
+def test_open_episodes_are_no_limit_where_the_slots_allow_fewer() -> None:
+    told = lines(steps=6, starved=0.5, blocked=0.0, length=40.0)
+    for step, line in enumerate(told):
+        line["time/engine/working"] = line["time/engine/environment"] = step * 0.5
+    verdict = observed(told, open_episodes=1000)[-1]
+    assert verdict.kind == "slots" and "replay.max_staleness" in verdict.advice, verdict.text
+    assert "wait for environments 50% of their time, and all slots are taken" in verdict.text
 
 
 def test_engines_that_stand_still_for_weights_need_fewer_publications() -> None:

@@ -47,7 +47,7 @@ class System:
     def __init__(self, facts: Any, listener: Any, seen: list[Any], *, disk: bool) -> None:
         self.seen, self._disk, self._listener, self.steps_done = seen, disk, listener, 0
         self.event_loop = asyncio.get_running_loop()
-        self.loop = SimpleNamespace(latest={}, steps_done=0, lengths=[])
+        self.loop = SimpleNamespace(latest={}, steps_done=0, lengths=[], generation_s=[])
         self.actors = SimpleNamespace(alive=lambda: [None])
         seen += [facts.total_steps, facts.model_dir]
 

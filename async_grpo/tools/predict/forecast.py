@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -85,13 +85,15 @@ class Forecast:
         return f"expected, from {self.source}: {describe(self.predicted)}"
 
     def observe(
-        self, metrics: Mapping[str, float], lengths: Iterable[tuple[int, ...]]
+        self,
+        metrics: Mapping[str, float],
+        lengths: Sequence[tuple[int, ...]],
+        generation_s: Sequence[float],
     ) -> dict[str, float]:
-        """Take a learner step; return the prediction as metrics, once."""
-        lengths = list(lengths)
-        self._all.observe(metrics, lengths)
+        """Take a learner step and its groups; return the prediction as metrics, once."""
+        self._all.observe(metrics, lengths, generation_s)
         if self._after is not self._all:
-            self._after.observe(metrics, lengths)
+            self._after.observe(metrics, lengths, generation_s)
         self._step += 1
         out = self.metrics() if self._step == 1 else {}
         if self.predicted is None and self._all.steps >= PROBE:
@@ -111,8 +113,8 @@ class Forecast:
 
     def gain(self, advice: Mapping[str, float]) -> float | None:
         """Predict by what factor throughput changes with these settings; None while too little is
-        known, and of episodes, which a rehearsal does not follow. learner.ranks: how many times as
-        many.
+        known, and of open episodes, which a rehearsal does not count. learner.ranks: how many times
+        as many.
         """
         measured, known = self._measured(), tuple(sorted(advice.items()))
         if measured is None or "rollout.max_open_episodes" in advice:

@@ -5,6 +5,7 @@ engines and compilers warm up; then sums are taken over all that followed:
 
     lines of metrics --first, last--> seconds of the learner, of publications, of engines by size
     lengths of groups --the newest--> lengths
+    seconds of groups --less what an engine takes for so many tokens--> waits for environments
 """
 
 from __future__ import annotations
@@ -41,18 +42,27 @@ class Meter:
         self._skip, self._batch = skip, batch
         self._contention = contention
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=KEPT_GROUPS)
+        self._generation_s: deque[float] = deque(maxlen=KEPT_GROUPS)
         self._first: Mapping[str, float] | None = None
         self._last: Mapping[str, float] = {}
         self._sums = dict.fromkeys(STEP, 0.0)
         self._passed = self.steps = 0
         """steps: those that count."""
 
-    def observe(self, metrics: Mapping[str, float], lengths: Iterable[tuple[int, ...]]) -> None:
-        """Take a learner step's metrics and its groups' response lengths."""
+    def observe(
+        self,
+        metrics: Mapping[str, float],
+        lengths: Iterable[tuple[int, ...]],
+        generation_s: Iterable[float],
+    ) -> None:
+        """Take a learner step's metrics, and of its groups the response lengths and the seconds
+        from ticket to last token.
+        """
         if "time/learner/working" not in metrics or "time/engine/working" not in metrics:
             return  # no engine has told anything yet, or the step was repeated
         self._passed += 1
         self._lengths.extend(lengths)
+        self._generation_s.extend(generation_s)
         if self._passed <= self._skip:
             return
         if self._first is None or _began_again(self._last, metrics):
@@ -93,6 +103,12 @@ class Meter:
         learner, engine = self.time, spent(self._first, self._last, "time/engine/")
         generating = engine["working"] / max(sum(engine.values()), 1e-9)
         means = {name: total / self.steps for name, total in self._sums.items()}
+        waits: tuple[float, ...] = ()
+        if means["rollout/environment_s"]:
+            token_s = sum(one["s"] for one in sizes.values())
+            token_s /= sum(one["steps"] for one in sizes.values())
+            groups = zip(self._lengths, self._generation_s, strict=True)
+            waits = tuple(round(max(0.0, all_s - max(of) * token_s), 4) for of, all_s in groups)
         working_s = learner.seconds["working"] / self.steps
         return Measured(
             lengths=tuple(self._lengths),
@@ -104,7 +120,7 @@ class Meter:
             pause_s=means["weights/engine_paused_s"],
             again_s=again["s"] / again["tokens"] if again.get("tokens") else 0.0,
             verify_s=means["rollout/verifier_s"],
-            delay_s=means["rollout/environment_s"],
+            waits=waits,
             contention=self._contention,
             crowd=self._crowd,
         )

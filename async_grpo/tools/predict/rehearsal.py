@@ -70,6 +70,8 @@ class _Group:
     serial: int
     version: int
     lengths: tuple[int, ...]
+    waits_s: float
+    """For environments."""
     left: int
     begun: list[float] = field(default_factory=list)
     ended: list[tuple[float, float]] = field(default_factory=list)
@@ -179,8 +181,9 @@ class Rehearsal:
         work, engine = self._work, self._engines[index]
         engine.advance(self._now)
         for _ in range(count):
-            lengths = work.lengths[self._random.randrange(len(work.lengths))]
-            group = _Group(self._issued, self._live, lengths, len(lengths))
+            drawn = self._random.randrange(len(work.lengths))
+            lengths, waits_s = work.lengths[drawn], work.waits[drawn] if work.waits else 0.0
+            group = _Group(self._issued, self._live, lengths, waits_s, len(lengths))
             self._issued += 1
             self._slots += 1
             self._groups[index] += 1
@@ -210,7 +213,8 @@ class Rehearsal:
                 self._taken_s += self._now - max(part.begun_at, self._from)
             group.left -= 1
             if not group.left:
-                self._later(self._scored(index), self._complete, index, serial)
+                scored_s = group.waits_s + self._scored(index)
+                self._later(scored_s, self._complete, index, serial)
         self._expect(index)
         self._ask_for(index)
 

@@ -50,7 +50,7 @@ class Costs:
     verify_s: float = 0.0
     """Of a verifier for a response."""
     delay_s: float = 0.0
-    """What a group takes besides generation and verifiers: calls, environments, polling."""
+    """What a group takes besides generation, verifiers and environments: calls, polling."""
     contention: float = 1.0
     """How much longer learner steps take while engines generate."""
 
@@ -63,6 +63,8 @@ class Measured(Costs):
     """Response tokens of groups that were trained lately."""
     curve: tuple[tuple[float, float], ...]
     """Of an engine: (responses that run, tokens per second of all of them)."""
+    waits: tuple[float, ...] = ()
+    """Seconds that each of these groups waited for environments; () where there are none."""
     step_tokens: float
     """Response tokens of a learner step."""
     crowd: float = 1.0
@@ -80,8 +82,12 @@ class Measured(Costs):
         curve = tuple((float(count), float(speed)) for count, speed in found["curve"])
         if not lengths or not curve:
             raise ValueError("no groups or no speeds were measured")
-        names = {one.name for one in fields(cls)} & found.keys() - {"lengths", "curve"}
-        return cls(lengths=lengths, curve=curve, **{name: float(found[name]) for name in names})
+        waits = tuple(map(float, found.get("waits", ())))
+        if len(waits) not in (0, len(lengths)):
+            raise ValueError(f"{len(waits)} waits of {len(lengths)} groups")
+        names = {one.name for one in fields(cls)} & found.keys() - {"lengths", "curve", "waits"}
+        costs = {name: float(found[name]) for name in names}
+        return cls(lengths=lengths, curve=curve, waits=waits, **costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,8 @@ class Workload(ThroughputSettings, Costs):
     """Settings and measurements of a run; seconds, tokens, groups."""
 
     lengths: tuple[tuple[int, ...], ...]
+    waits: tuple[float, ...] = ()
+    """As in `Measured`."""
     speed: Speed
     even: bool = False
     """Whether every learner step takes as long, instead of in proportion to its tokens."""
@@ -117,6 +125,7 @@ class Workload(ThroughputSettings, Costs):
             **vars(settings),
             **costs,
             lengths=_of_size(measured.lengths, settings.responses),
+            waits=measured.waits,
             speed=Speed(measured.curve).times(measured.crowd),
         )
 
@@ -131,7 +140,9 @@ class Workload(ThroughputSettings, Costs):
         each = self.speed.each(running) / crowd
         response_s = self.group_tokens / self.responses / each
         step_s = learner_s / self.rank_factor + self.exposed_s / self.every_steps
-        longest = list(map(max, self.lengths))
+        longest = [max(of) / each for of in self.lengths]
+        if self.waits:
+            longest = list(map(sum, zip(longest, self.waits, strict=True)))
         batches = range(0, len(longest), max(self.batch, 1))
         slowest = (max(longest[start : start + self.batch]) for start in batches)
         return limits(
@@ -143,8 +154,8 @@ class Workload(ThroughputSettings, Costs):
                 response_s=response_s * self.places / running,
                 pause_s=self.pause_s,
                 verify_s=self.verify_s,
-                tail_s=fmean(slowest) / each + step_s if self.on_stale == "wait" else 0.0,
-                slot_s=fmean(longest) / each + step_s,
+                tail_s=fmean(slowest) + step_s if self.on_stale == "wait" else 0.0,
+                slot_s=fmean(longest) + step_s,
             ),
         )
 

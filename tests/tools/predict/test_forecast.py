@@ -39,7 +39,7 @@ def forecast(run_dir: Path, *more: str, cores: int | None = 2, told: list | None
 def ran(run_dir: Path, *more: str, steps: int = 60) -> Forecast:
     found = forecast(run_dir, *more)
     for line in lines(steps):
-        found.observe(line, GROUPS)
+        found.observe(line, GROUPS, [2.0] * len(GROUPS))
     found.write()
     return found
 
@@ -47,7 +47,7 @@ def ran(run_dir: Path, *more: str, steps: int = 60) -> Forecast:
 def test_the_first_steps_tell_what_the_rest_will_be(tmp_path: Path) -> None:
     found, made = forecast(tmp_path / "a"), []
     for number, line in enumerate(lines(PROBE + 2 * 25), 1):
-        if more := found.observe(line, GROUPS):
+        if more := found.observe(line, GROUPS, [2.0] * len(GROUPS)):
             made.append((number, more))
     ((when, told),) = made
     assert when == 3 + 2 + 1 + PROBE and found.source == f"the first {when} steps"
@@ -77,7 +77,7 @@ def test_a_run_of_the_same_kind_is_remembered(tmp_path: Path) -> None:
     assert again.source == str(tmp_path / "new") and again.predicted is not None
     assert forecast(tmp_path / "old").source == str(tmp_path / "old"), "it goes on"
     assert set(again.metrics()) and not again.errors(), "nothing came yet"
-    told = [again.observe(line, GROUPS) for line in lines(60)]
+    told = [again.observe(line, GROUPS, [2.0] * len(GROUPS)) for line in lines(60)]
     assert told[0] == again.metrics() and not any(told[1:])
     assert again.errors()
     beside = list(measured_beside(config(tmp_path / "x"), tmp_path / "x"))
@@ -97,7 +97,7 @@ def test_cores_and_contention(tmp_path: Path) -> None:
     for cores, expected in ((None, 1.0), (1, 1.0), (2, CPU_CONTENTION)):
         found = forecast(tmp_path / str(cores), cores=cores)
         for line in lines(40):
-            found.observe(line, GROUPS)
+            found.observe(line, GROUPS, [2.0] * len(GROUPS))
         found.write()
         record = json.loads((tmp_path / str(cores) / "plan.json").read_text())
         assert record["measured"]["contention"] == expected
@@ -107,7 +107,7 @@ def test_what_an_advice_would_bring(tmp_path: Path) -> None:
     found = forecast(tmp_path / "a")
     assert found.gain({"learner.ranks": 2.0}) is None, "nothing is measured"
     for line in lines(40):
-        found.observe(line, GROUPS)
+        found.observe(line, GROUPS, [2.0] * len(GROUPS))
     factor = found.gain({"task.verifier.workers": 8.0})
     assert factor is not None and factor > 1.1, "they take 7 s for a step"
     assert found.gain({"learner.ranks": 2.0}) == pytest.approx(1.0)
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path) -> None:
     found = forecast(tmp_path / "a", told=told)
     (tmp_path / "a" / "plan.json.draft").mkdir()
     for line in lines(40):
-        found.observe(line, GROUPS)
+        found.observe(line, GROUPS, [2.0] * len(GROUPS))
     found.write()
     (line,) = told
     assert "plan.json could not be written" in line

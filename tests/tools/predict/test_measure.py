@@ -11,11 +11,14 @@ from async_grpo.tools.predict.measure import Meter, relative_errors
 from async_grpo.tools.predict.workload import Measured, Workload
 from tests.support.plan_case import BASE, lines
 
+TOKEN_S = (0.001 + 0.5 + 1.5) / (1 + 20 + 25)
+"""What the engine of `lines` takes for a token."""
+
 
 def test_measured() -> None:
     meter = Meter(skip=2, batch=8, contention=1.2)
     for number, line in enumerate(lines(20)):
-        meter.observe(line, [(number, number)])
+        meter.observe(line, [(number, number)], [1.5 + number * TOKEN_S])
         if number < 7:
             assert meter.measured(every_steps=1) is None
     found = meter.measured(every_steps=2)
@@ -24,7 +27,8 @@ def test_measured() -> None:
     assert found.curve == ((6.0, 240.0), (24.0, 400.0))  # one response: too seldom to count
     assert found.learner_s == pytest.approx(3.0 / 1.1)
     assert found.exposed_s == pytest.approx(2 * 0.5)
-    assert (found.step_tokens, found.verify_s, found.delay_s) == (700.0, 0.25, 1.5)
+    assert (found.step_tokens, found.verify_s, found.delay_s) == (700.0, 0.25, 0.0)
+    assert found.waits == pytest.approx([1.5] * 20)
     assert (found.publish_s, found.pause_s, found.contention) == (0.75, 0.125, 1.2)
     assert meter.groups_per_s == pytest.approx(8 / 4) and meter.time.idle == pytest.approx(1 / 8)
     assert meter.time.tokens_per_s == pytest.approx(700 / 4)
@@ -35,15 +39,23 @@ def test_measured() -> None:
 def test_other_processes_begin_anew() -> None:
     meter = Meter(skip=0, batch=8, contention=1.0)
     for line in (*lines(9), *lines(4)):
-        meter.observe(line, [])
+        meter.observe(line, [], [])
     assert meter.steps == 3 and meter.measured(every_steps=1) is None
+
+
+def test_groups_without_environments_wait_for_none() -> None:
+    meter = Meter(skip=0, batch=8, contention=1.0)
+    for line in lines(9):
+        meter.observe(line | {"rollout/environment_s": 0.0}, [(1,)], [9.0])
+    found = meter.measured(every_steps=1)
+    assert found is not None and found.waits == ()
 
 
 def test_lines_without_times_do_not_count() -> None:
     meter = Meter(skip=0, batch=8, contention=1.0)
     for line in lines(9):
-        meter.observe(line, [(1,)])
-        meter.observe({"train/repeated": 1.0}, [(2,)])
+        meter.observe(line, [(1,)], [1.0])
+        meter.observe({"train/repeated": 1.0}, [(2,)], [1.0])
     assert meter.steps == 8
     found = meter.measured(every_steps=1)
     assert found is not None and set(found.lengths) == {(1,)}

@@ -196,6 +196,18 @@ def test_the_split_of_the_gpus(learner_s: float, each: int, ranks: int) -> None:
     assert best == ranks, rates
 
 
+def test_groups_that_wait_for_environments_hold_their_slots() -> None:
+    """Engines and learner hardly work: the slots and the waits alone decide, by Little's law."""
+    quick = replace(BASE, learner_s=0.01, speed=Speed(((1.0, 4e4), (16.0, 3.2e5))), max_staleness=3)
+    even = predict(replace(quick, waits=(5.0, 5.0, 5.0)))
+    assert even.step_s == pytest.approx(5.0 / 4, rel=0.1)
+    assert predict(replace(quick, waits=(5.0,) * 3, max_staleness=0)).step_s > 0.99 * 5.0
+    tail = predict(replace(quick, waits=(1.0, 1.0, 13.0)))
+    assert tail.step_s > 1.3 * even.step_s, "the same mean, and the learner waits for the slowest"
+    most = replace(quick, waits=(1.0, 1.0, 13.0)).limits()
+    assert tail.groups_per_s <= 1.05 * min(most["tail"], most["slots"])
+
+
 def test_the_same_workload_has_the_same_rehearsal() -> None:
     assert predict(BASE) == predict(BASE)
     assert isinstance(Rehearsal(BASE, seed=1).run(), Prediction)
