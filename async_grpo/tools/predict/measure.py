@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 from async_grpo.rollout.engine.speeds import AGAIN
 from async_grpo.runtime.time_ledger import LearnerTime, spent
@@ -103,12 +104,6 @@ class Meter:
         learner, engine = self.time, spent(self._first, self._last, "time/engine/")
         generating = engine["working"] / max(sum(engine.values()), 1e-9)
         means = {name: total / self.steps for name, total in self._sums.items()}
-        waits: tuple[float, ...] = ()
-        if means["rollout/environment_s"]:
-            token_s = sum(one["s"] for one in sizes.values())
-            token_s /= sum(one["steps"] for one in sizes.values())
-            groups = zip(self._lengths, self._generation_s, strict=True)
-            waits = tuple(round(max(0.0, all_s - max(of) * token_s), 4) for of, all_s in groups)
         working_s = learner.seconds["working"] / self.steps
         return Measured(
             lengths=tuple(self._lengths),
@@ -120,10 +115,27 @@ class Meter:
             pause_s=means["weights/engine_paused_s"],
             again_s=again["s"] / again["tokens"] if again.get("tokens") else 0.0,
             verify_s=means["rollout/verifier_s"],
-            waits=waits,
+            waits=self._waits(sizes, means["rollout/environment_s"]),
             contention=self._contention,
             crowd=self._crowd,
         )
+
+    def _waits(
+        self, sizes: Mapping[str, Mapping[str, float]], episode_s: float
+    ) -> tuple[float, ...]:
+        """Seconds that each group waited for environments: those in which no token of its longest
+        response came. Waits for a full engine are among them, so that they are scaled down to what
+        the slowest of n episodes takes at most in the mean: n times `episode_s`.
+        """
+        if not episode_s:
+            return ()
+        steps = sum(one["steps"] for one in sizes.values())
+        token_s = sum(one["s"] for one in sizes.values()) / steps
+        groups = zip(self._lengths, self._generation_s, strict=True)
+        waits = [max(0.0, all_s - max(of) * token_s) for of, all_s in groups]
+        most = fmean(map(len, self._lengths)) * episode_s
+        scale = min(1.0, most / max(fmean(waits), 1e-9))
+        return tuple(round(scale * wait, 4) for wait in waits)
 
 
 def _began_again(before: Mapping[str, float], now: Mapping[str, float]) -> bool:

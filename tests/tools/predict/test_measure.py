@@ -43,6 +43,15 @@ def test_other_processes_begin_anew() -> None:
     assert meter.steps == 3 and meter.measured(every_steps=1) is None
 
 
+def test_waits_for_a_full_engine_are_none_for_environments() -> None:
+    meter = Meter(skip=0, batch=8, contention=1.0)
+    for line in lines(9):
+        meter.observe(line | {"rollout/environment_s": 0.01}, [(10, 10)] * 2, [4.0, 8.0])
+    found = meter.measured(every_steps=1)
+    assert found is not None and sum(found.waits) / len(found.waits) == pytest.approx(2 * 0.01)
+    assert min(found.waits) < 0.6 * max(found.waits), "who waits longer does so afterwards"
+
+
 def test_groups_without_environments_wait_for_none() -> None:
     meter = Meter(skip=0, batch=8, contention=1.0)
     for line in lines(9):
