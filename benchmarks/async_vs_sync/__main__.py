@@ -98,7 +98,8 @@ def _real(task: str) -> Workload:
 def _tools(task: str, mean_s: float, like: str | None = None) -> Workload:
     config = f"benchmarks/async_vs_sync/slow_{task}.yaml"
     settings = (f"task.options.mean_s={mean_s:g}",)
-    return Workload(config, 8, 20, 6, (1e-4, 3e-4), settings, like, more=3)
+    steps = 20 if like else 32  # of 20 s each, or 5 s
+    return Workload(config, 8, steps, 6, (1e-4, 3e-4), settings, like, more=3)
 
 
 WORKLOADS = {
