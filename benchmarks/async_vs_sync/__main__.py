@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{'; '.join(sorted(machines))}. Means and 95 % intervals (Student's t) over seeds; "
         "synchronous -> asynchronous.",
         "",
-        f"| workload | seeds | settings | groups/s | | seconds until {GOAL:.0%} | | learner idle | "
-        "staleness | accuracy at the end, points |",
+        f"| workload | seeds | settings | groups/s | | seconds until {GOAL:.0%} | | until as "
+        "accurate as the synchronous end | accuracy after as long | staleness |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, both in found.items():
@@ -268,12 +269,37 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             ratio([other["groups_per_s"] / one["groups_per_s"] for one, other in both]),
             " -> ".join(seconds_of(side) for side in reached),
             ratio([o / s for s, o in zip(*reached, strict=True) if s and o]),
-            change(lambda row: row["idle"], ".0%"),
+            ratio([sooner for one, other in both if (sooner := catches_up(one, other))]),
+            difference([ahead(one, other) for one, other in both]),
             numbers([other["staleness_mean"] for _, other in both], ".1f"),
-            difference([last(other) - last(one) for one, other in both]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def catches_up(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> float | None:
+    """Seconds of the asynchronous run until it is as accurate as the synchronous one in its last
+    three evaluations, in those that the synchronous one took; None where it never is.
+    """
+    level = last(synchronous)
+    theirs, mine = (until(row["points"], level, 1) for row in (synchronous, asynchronous))
+    return mine / theirs if theirs and mine else None
+
+
+def ahead(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> float:
+    """Accuracy of the asynchronous run above the synchronous one when the shorter one ends."""
+    runs = synchronous["points"], asynchronous["points"]
+    end = min(points[-1][1] for points in runs)
+    theirs, mine = (_accuracy_at(points, end) for points in runs)
+    return mine - theirs
+
+
+def _accuracy_at(points: Sequence[Sequence[float]], seconds: float) -> float:
+    for before, after in pairwise(points):
+        if after[1] >= seconds:
+            share = (seconds - before[1]) / (after[1] - before[1])
+            return before[3] + share * (after[3] - before[3])
+    return points[-1][3]
 
 
 def seconds_of(values: Sequence[float | None]) -> str:
@@ -295,7 +321,7 @@ def numbers(values: Sequence[float], digits: str) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Held-out accuracy over seconds, a panel per workload: mean and 95 % interval of each side."""
+    """Held-out accuracy over seconds, a panel per workload: every seed, and the mean of a side."""
     import matplotlib as mpl
     import numpy as np
 
@@ -314,12 +340,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             curves = [np.array(row["points"]) for row in runs]
             at = np.linspace(0, min(curve[-1, 1] for curve in curves), 200)
             values = np.array([np.interp(at, one[:, 1], one[:, 3]) for one in curves])
-            half = [interval(list(point))[1] for point in values.T] if len(values) > 1 else 0
-            mean = values.mean(0)
-            panel.plot(at, 100 * mean, color=colour, label=side)
-            panel.fill_between(
-                at, 100 * (mean - half), 100 * (mean + half), color=colour, alpha=0.2, lw=0
-            )
+            for curve in curves:
+                panel.plot(curve[:, 1], 100 * curve[:, 3], color=colour, alpha=0.35, lw=0.8)
+            panel.plot(at, 100 * values.mean(0), color=colour, lw=2.2, label=side)
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("seconds")
         panel.grid(alpha=0.3)

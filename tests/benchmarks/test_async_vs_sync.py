@@ -90,6 +90,7 @@ def test_the_table_pairs_by_seed_and_says_what_was_never_reached() -> None:
     text = "\n".join(table(rows))
     assert "cores shared, 0.0003 -> staleness 4, 0.0001" in text
     assert "| 5.00 -> 10.10 | 2.02 ± 0.02 times | 17 -> 8 | 0.50 ± 0.00 times |" in text
+    assert "| 0.50 ± 0.00 times | **+24.2 ± 0.2** |" in text
     assert len(table(rows)) == len(table(rows[:-1])), "a seed with one side is left out"
     assert "| 4 | cores" in "\n".join(table(rows[:-1]))
     low = [

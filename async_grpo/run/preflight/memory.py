@@ -168,6 +168,19 @@ def element_bytes(config: Config, device: str) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and device == "cpu") else 2
 
 
+CPU_BFLOAT16 = "avx512_bf16", "amx_bf16"
+"""Features of a processor that multiplies bfloat16. With the first one, on an AMD EPYC, engines of
+13 million parameters and whole steps of 135 million are 1.6 and 1.7 times as fast; without any, a
+product is some forty times as slow as in float32.
+"""
+
+
+def cpu_bfloat16() -> str | None:
+    """Return the feature with which this processor multiplies bfloat16; None where it has none."""
+    features = torch.cpu.get_capabilities()
+    return next((name for name in CPU_BFLOAT16 if features.get(name)), None)
+
+
 def learner_memory(
     config: Config, shape: Shape, *, device: str, stage: int, backend: str = ""
 ) -> LearnerMemory:

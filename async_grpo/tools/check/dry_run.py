@@ -37,8 +37,10 @@ from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.run.preflight.deadlines import too_short
 from async_grpo.run.preflight.fit import fitted, needed_bytes, too_large
 from async_grpo.run.preflight.memory import (
+    CPU_BFLOAT16,
     EngineMemory,
     Shape,
+    cpu_bfloat16,
     element_bytes,
     engine_memory,
     learner_memory,
@@ -63,13 +65,8 @@ if TYPE_CHECKING:
 
 Line = tuple[str, str]
 MOST_NODES = 4096
-BFLOAT16 = "avx512_bf16", "amx_bf16"
-"""Features of a processor that multiplies bfloat16. With the first one, on an AMD EPYC, engines of
-13 million parameters and whole steps of 135 million are 1.6 and 1.7 times as fast; without any, a
-product is some forty times as slow as in float32.
-"""
 BFLOAT16_PAYS = 10_000_000
-"""Parameters from which on it was seen to pay."""
+"""Parameters from which on it was seen to pay, where the processor has it."""
 
 
 def assumed_nodes(text: str) -> list[Node]:
@@ -306,14 +303,11 @@ def _speed(config: Config, placement: Placement, device: str, assumed: bool) -> 
 
 def _number_format(config: Config, shape: Shape | None, warnings: list[str]) -> Iterator[Line]:
     """Say where bfloat16 is faster on this processor, and warn where it is far slower."""
-    import torch
-
-    features = torch.cpu.get_capabilities()
-    fast = next((name for name in BFLOAT16 if features.get(name)), None)
+    fast = cpu_bfloat16()
     if config.model.dtype == "bfloat16" and fast is None:
         warnings.append(
-            f"this processor does not multiply bfloat16 (it has no {' or '.join(BFLOAT16)}), which "
-            "makes it many times as slow as float32: set model.dtype: float32"
+            f"this processor does not multiply bfloat16 (it has no {' or '.join(CPU_BFLOAT16)}), "
+            "which makes it many times as slow as float32: set model.dtype: float32"
         )
     elif config.model.dtype != "bfloat16" and fast and shape and shape.trained >= BFLOAT16_PAYS:
         yield (
