@@ -128,9 +128,8 @@ class Interval:
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
         learner, engine = LearnerTime.between(first, last), spent(first, last, ENGINE_PREFIX)
         whole = max(sum(engine.values()), 1e-9)
-        token_s = 1 / speed if speed else 0.0
-        if last.get("rollout/environment_s"):  # while episodes wait, they take no place
-            token_s = _engine_s(first, last, "s") / max(_engine_s(first, last, "steps"), 1.0)
+        response_s = means["rollout/response_length"] / speed if speed else generate_s
+        waits_s = last.get("rollout/environment_s", 0.0)  # an episode that waits takes no place
         completed = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in DONE)
         return cls(
             setup=replace(setup, actors=int(max(last["cluster/rollout_actors"], 1.0))),
@@ -140,7 +139,7 @@ class Interval:
             engine={cause: took / whole for cause, took in engine.items()},
             generate_s=generate_s,
             verify_s=means["rollout/verify_s"],
-            response_s=means["rollout/response_length"] * token_s if speed else generate_s,
+            response_s=max(response_s - waits_s, 0.0),
             ready_wait_s=means["replay/ready_wait_s"],
             longest_s=means["rollout/longest_group_s"],
             limit=last.get("replay/limit", 0.0),
@@ -191,13 +190,6 @@ class Interval:
         """Cut a number of processes to the cores that the processes beside them leave."""
         cores = self.setup.cores
         return processes if cores is None else min(processes, cores - beside)
-
-
-def _engine_s(first: Mapping[str, float], last: Mapping[str, float], kind: str) -> float:
-    """Add up what engines tell by their size (`engine/<size>/s`, `engine/<size>/steps`)."""
-    names = [name for name in last if name.startswith("engine/") and name.endswith(f"/{kind}")]
-    sizes = [name for name in names if name.split("/")[1].isdigit()]
-    return sum(last[name] - first.get(name, 0.0) for name in sizes)
 
 
 def _rest(share: float) -> float:
