@@ -257,7 +257,8 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         times = replace(times, pause_s=pause_s, response_s=_rest(still) * seen.full_s)
         return _publications(seen, paused, why), times
     waits = seen.engine.get("environment", 0.0)
-    if waits >= MUCH and setup.actors * setup.open_episodes < setup.capacity * setup.responses:
+    open_at_most = setup.actors * setup.open_episodes
+    if waits >= MUCH and 0 < open_at_most < setup.capacity * setup.responses:
         opened = math.ceil(setup.open_episodes * min(1 / _rest(waits), AT_MOST))
         text = (
             f"{idle}: engines wait for environments {waits:.0%} of their time: "
@@ -317,18 +318,21 @@ def _more_slots(seen: Interval, idle: str, limit: float) -> Bottleneck:
     bound = math.ceil(slots * min(limit / seen.rate, AT_MOST)) - 1
     tail = seen.ready_wait_s > (seen.generate_s + seen.verify_s) / 2
     masks = setup.on_stale == "mask"
+    waits = seen.engine.get("environment", 0.0)
+    late = waits >= MUCH
+    sooner = "faster environments" if late else "a lower response_length"
     why, shorter = "all slots are taken", ""
-    if (waits := seen.engine.get("environment", 0.0)) >= MUCH:
-        why = f"engines wait for environments {waits:.0%} of their time, and {why}"
     if tail:
         wait = f"{seen.ready_wait_s:.2g} s"
         why = f"finished groups wait {wait} for the slowest, which hold their slots"
-        shorter = f"; or {'' if masks else 'replay.on_stale=mask, or '}a lower response_length"
+        shorter = f"; or {'' if masks else 'replay.on_stale=mask, or '}{sooner}"
         if not masks and seen.longest_s > slots * setup.batch / seen.rate:
             why += (
                 f"; the slowest takes {seen.longest_s:.2g} s, longer than the {slots} learner "
                 "steps that it may"
             )
+    if late:
+        why = f"engines wait for environments {waits:.0%} of their time, and {why}"
     text = (
         f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}: "
         f"replay.max_staleness {bound} instead of {setup.max_staleness}{shorter}"

@@ -152,7 +152,12 @@ def best(rows: Sequence[dict[str, Any]], name: str, side: str) -> dict[str, Any]
     workload = WORKLOADS[name]
     if len(found) < len(workload.choices(side)) * len(workload.rates):
         return {}
-    return min(found, key=lambda row: (until(row["points"], GOAL, 1) or math.inf, -last(row)))
+
+    def rank(row: dict[str, Any]) -> tuple[float, float]:
+        reached = until(row["points"], GOAL, 1)
+        return math.inf if reached is None else reached, -last(row)
+
+    return min(found, key=rank)
 
 
 def last(row: dict[str, Any]) -> float:
@@ -283,7 +288,7 @@ def catches_up(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> flo
     """
     level = last(synchronous)
     theirs, mine = (until(row["points"], level, 1) for row in (synchronous, asynchronous))
-    return mine / theirs if theirs and mine else None
+    return None if mine is None or not theirs else mine / theirs
 
 
 def ahead(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> float:

@@ -192,6 +192,11 @@ def test_open_episodes_are_no_limit_where_the_slots_allow_fewer() -> None:
     verdict = observed(told, open_episodes=1000)[-1]
     assert verdict.kind == "slots" and "replay.max_staleness" in verdict.advice, verdict.text
     assert "wait for environments 50% of their time, and all slots are taken" in verdict.text
+    slow = [line | {"replay/ready_wait_s": 5.0} for line in told]
+    verdict = observed(slow, open_episodes=1000)[-1]
+    assert verdict.kind == "tail"
+    assert "wait for environments 50% of their time, and finished groups wait 5 s" in verdict.text
+    assert "faster environments" in verdict.text and "response_length" not in verdict.text
 
 
 @pytest.mark.parametrize(("waits_s", "kind"), [(0.5, "slots"), (0.05, "engines"), (2.0, "slots")])
