@@ -263,8 +263,28 @@ def test_one_episode_that_hangs_is_the_only_one_it_harms() -> None:
     assert reasons == {"env_done": 7, "env_timeout": 1}
 
 
+class FailsWhileOneSpeaks(Saying):
+    """Says its first turn once the third is under way, and the third never to its end."""
+
+    def __init__(self, *turns: str) -> None:
+        super().__init__(*turns)
+        self._third = asyncio.Event()
+
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, *, name: str = "", purpose: str = "rollouts"
+    ) -> list[Completion]:
+        turn = len(self.asked)
+        done = await super().generate(tokens, sampling, name=name, purpose=purpose)
+        if turn == 2:
+            self._third.set()
+            await asyncio.Event().wait()
+        if turn == 0:
+            await self._third.wait()
+        return done
+
+
 def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> None:
-    engine = Saying("raise no", "say b", "say c", "say d", slow_s=0.2)
+    engine = FailsWhileOneSpeaks("raise no", "say b", "say c")
 
     async def main() -> tuple[GroupPlay, int]:
         async with asyncio.timeout(60), player_of(engine, config_of()) as (player, pool, _):
