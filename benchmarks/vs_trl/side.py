@@ -44,6 +44,14 @@ def contains(response: str, reference: Any) -> float:
 RULES = {"exact": exact, "checksum": checksum, "contains": contains}
 
 
+def rendered(prompt: Any, tokenizer: Any) -> str:
+    """The text of a prompt; of messages, as the trainer writes them for the model."""
+    if isinstance(prompt, str):
+        return prompt
+    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text
+
+
 class Clock:
     """Seconds since training began, without those in which it was stopped."""
 
@@ -92,7 +100,8 @@ class Recorder(TrainerCallback):
         with torch.no_grad():
             model.eval()
             inputs = self.tokenizer(
-                [one["prompt"] for one in problems],
+                [rendered(one["prompt"], self.tokenizer) for one in problems],
+                add_special_tokens=isinstance(problems[0]["prompt"], str),
                 return_tensors="pt",
                 padding=True,
                 padding_side="left",

@@ -130,12 +130,15 @@ SHORT = Workload(
 REAL = Workload(
     "real",
     "examples/real_model/smollm2_sums.yaml",
-    (),
+    ("learner.lr=2e-5",),
     "contains",
     aim=1.0,
     steps=10,
     skip=2,
     micro_batch=64,
+    target=0.5,
+    evaluate_every=2,
+    problems=64,
     pretrained=True,
 )
 WORKLOADS = {workload.name: workload for workload in (LONG, SHORT, REAL)}
