@@ -9,7 +9,8 @@ Real runs of the same system, with `replay.max_staleness: 0`, which is synchrono
     sums, larger, yes_no a pretrained model of 135 million parameters (`examples/real_model`)
 
     tuning   each side tries its choices with each learning rate, on a seed of its own; the one that
-             reaches 90 % first is taken. Calls of 2 s take what calls of 0.5 s found
+             reaches 90 % first is taken. Calls of 2 s take what calls of 0.5 s found. The
+             pretrained model has one rate for all, and runs with every bound that it names
     runs     five seeds, a run of each side in turn, in an order that alternates
 
 Seconds count from the first learner step on, evaluations included. One row per run is appended to
@@ -63,8 +64,8 @@ TIMEOUT_S = 1_800.0
 class Workload:
     """A task, and how long a run is. groups: of a learner step. steps: of a synchronous run; more:
     times as many of an asynchronous one, so that both last about as long. skipped: steps that the
-    rates leave out. like: the workload whose tuning holds for this one too. asynchronous: what that
-    side tries.
+    rates leave out. like: the workload whose tuning holds for this one too. synchronous,
+    asynchronous: what a side tries. goal: the accuracy until which seconds are counted.
     """
 
     config: str
@@ -75,23 +76,27 @@ class Workload:
     settings: tuple[str, ...] = ()
     like: str | None = None
     more: int = 1
-    asynchronous: tuple[str, str] = ("staleness 2", "staleness 4")
+    synchronous: tuple[str, ...] = ("cores apart", "cores shared")
+    asynchronous: tuple[str, ...] = ("staleness 2", "staleness 4")
+    goal: float = GOAL
     pretrained: bool = False
 
-    def choices(self, side: str) -> tuple[str, str]:
-        """What a side tries."""
-        return ("cores apart", "cores shared") if side == SIDES[0] else self.asynchronous
+    def choices(self, side: str) -> tuple[str, ...]:
+        """What a side tries; a pretrained model's does all of it with every seed, untuned."""
+        return self.synchronous if side == SIDES[0] else self.asynchronous
 
 
 def _real(task: str) -> Workload:
     return Workload(
         f"{REAL_MODEL}/smollm2_{task}.yaml",
         8,
-        20,
-        4,
-        (1e-5, 2e-5),
-        ("evaluation.every_steps=4",),
+        15,
+        3,
+        (2e-5,),
+        ("evaluation.every_steps=3",),
+        synchronous=("cores shared",),
         asynchronous=("staleness 1", "staleness 4"),
+        goal=0.75,
         pretrained=True,
     )
 
@@ -129,6 +134,14 @@ class Job(OfRow):
 
 def jobs(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[Job]:
     """What is to be done for a workload, in its order; without what is not yet known."""
+    workload = WORKLOADS[name]
+    if workload.pretrained:
+        [rate] = workload.rates
+        for seed in range(SEEDS):
+            for side in sorted(SIDES, reverse=not seed % 2):
+                for choice in workload.choices(side):
+                    yield Job(name, "runs", side, choice, rate, seed)
+        return
     tuning = WORKLOADS[name].like or name
     for rate in WORKLOADS[tuning].rates:
         for side in SIDES:
@@ -154,7 +167,7 @@ def best(rows: Sequence[dict[str, Any]], name: str, side: str) -> dict[str, Any]
         return {}
 
     def rank(row: dict[str, Any]) -> tuple[float, float]:
-        reached = until(row["points"], GOAL, 1)
+        reached = until(row["points"], workload.goal, 1)
         return math.inf if reached is None else reached, -last(row)
 
     return min(found, key=rank)
@@ -230,22 +243,35 @@ def until(points: Sequence[Sequence[float]], goal: float, column: int) -> float 
     return None
 
 
-def pairs(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Synchronous and asynchronous run of a workload, by seed, of seeds that have both."""
-    runs = [
-        {
-            row["seed"]: row
-            for row in rows
-            if (row["workload"], row["kind"], row["side"]) == (name, "runs", side)
-        }
-        for side in SIDES
-    ]
+def pairs(
+    rows: Sequence[dict[str, Any]], name: str, choice: str
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Synchronous run of a workload and asynchronous one of a choice, of seeds that have both."""
+    runs: tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]] = {}, {}
+    for row in rows:
+        if (row["workload"], row["kind"]) == (name, "runs"):
+            if row["side"] == SIDES[0]:
+                runs[0][row["seed"]] = row
+            elif row["choice"] == choice:
+                runs[1][row["seed"]] = row
     return [(runs[0][seed], runs[1][seed]) for seed in sorted(set(runs[0]) & set(runs[1]))]
+
+
+def comparisons(
+    rows: Sequence[dict[str, Any]],
+) -> dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The pairs that there are, by workload and what the asynchronous side ran with."""
+    return {
+        (name, choice): both
+        for name, workload in WORKLOADS.items()
+        for choice in workload.asynchronous
+        if (both := pairs(rows, name, choice))
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The result as Markdown."""
-    found = {name: both for name in WORKLOADS if (both := pairs(rows, name))}
+    found = comparisons(rows)
     if not found:
         return ["Not measured yet."]
     machines = {row["machine"].split(";")[0] for both in found.values() for row in both[0]}
@@ -253,18 +279,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{'; '.join(sorted(machines))}. Means and 95 % intervals (Student's t) over seeds; "
         "synchronous -> asynchronous.",
         "",
-        f"| workload | seeds | settings | groups/s | | seconds until {GOAL:.0%} | | until as "
+        "| workload | seeds | settings | groups/s | | seconds until | | until as "
         "accurate as the synchronous end | accuracy after as long | staleness |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, both in found.items():
+    for (name, _), both in found.items():
+        goal = WORKLOADS[name].goal
 
         def change(value: Callable[[dict[str, Any]], float], digits: str, both: Any = both) -> str:
             sides = zip(*[(value(one), value(other)) for one, other in both], strict=True)
             return " -> ".join(f"{statistics.mean(side):{digits}}" for side in sides)
 
         reached = [
-            [until(row["points"], GOAL, 1) for row in side] for side in zip(*both, strict=True)
+            [until(row["points"], goal, 1) for row in side] for side in zip(*both, strict=True)
         ]
         cells = [
             name,
@@ -272,7 +299,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             " -> ".join(f"{row['choice']}, {row['lr']:g}" for row in both[0]),
             change(lambda row: row["groups_per_s"], ".2f"),
             ratio([other["groups_per_s"] / one["groups_per_s"] for one, other in both]),
-            " -> ".join(seconds_of(side) for side in reached),
+            f"{goal:.0%}: " + " -> ".join(seconds_of(side) for side in reached),
             ratio([o / s for s, o in zip(*reached, strict=True) if s and o]),
             ratio([sooner for one, other in both if (sooner := catches_up(one, other))]),
             difference([ahead(one, other) for one, other in both]),
@@ -333,12 +360,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    found = {name: both for name in WORKLOADS if (both := pairs(rows, name))}
+    found = comparisons(rows)
     size = (3.2 * len(found) + 0.6, 3.2)
     figure, panels = pyplot.subplots(
         1, len(found), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    for panel, (name, both) in zip(panels[0], found.items(), strict=True):
+    for panel, ((name, choice), both) in zip(panels[0], found.items(), strict=True):
         for side, colour, runs in zip(
             SIDES, ("#d9722e", "#3b82c4"), zip(*both, strict=True), strict=True
         ):
@@ -348,7 +375,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for curve in curves:
                 panel.plot(curve[:, 1], 100 * curve[:, 3], color=colour, alpha=0.35, lw=0.8)
             panel.plot(at, 100 * values.mean(0), color=colour, lw=2.2, label=side)
-        panel.set_title(name, fontsize=10)
+        panel.set_title(f"{name}; {choice}", fontsize=9)
         panel.set_xlabel("seconds")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("held-out accuracy, %")

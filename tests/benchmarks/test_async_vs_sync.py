@@ -40,7 +40,9 @@ def row(job: Job) -> dict:
     """
     synchronous = job.side == "synchronous"
     rates = WORKLOADS[job.workload].rates
-    right = job.choice in ("cores shared", "staleness 4") and job.lr == rates[synchronous]
+    right = (
+        job.choice in ("cores shared", "staleness 4") and job.lr == rates[-1 if synchronous else 0]
+    )
     end, pace = 0.98 if right else 0.88, 1.0 if synchronous else 2.0 + 0.01 * job.seed
     steps = WORKLOADS[job.workload].steps
     points = [
@@ -85,18 +87,29 @@ def test_what_one_workload_has_tuned_is_not_tuned_again() -> None:
     assert len(left) == len(SIDES) * SEEDS
 
 
+def test_a_pretrained_model_runs_with_every_bound_and_one_rate() -> None:
+    rows = everything("sums")
+    assert {(entry["kind"], entry["lr"]) for entry in rows} == {("runs", 2e-5)}
+    choices = [entry["choice"] for entry in rows]
+    bounds = WORKLOADS["sums"].asynchronous
+    assert [choices.count(one) for one in ("cores shared", *bounds)] == [SEEDS] * 3
+    text = "\n".join(table(rows))
+    assert all(f"| 5 | cores shared, 2e-05 -> {bound}, 2e-05 |" in text for bound in bounds)
+    assert "75%: " in text
+
+
 def test_the_table_pairs_by_seed_and_says_what_was_never_reached() -> None:
     rows = everything()
     text = "\n".join(table(rows))
     assert "cores shared, 0.0003 -> staleness 4, 0.0001" in text
-    assert "| 5.00 -> 10.10 | 2.02 ± 0.02 times | 17 -> 8 | 0.50 ± 0.00 times |" in text
+    assert "| 5.00 -> 10.10 | 2.02 ± 0.02 times | 90%: 17 -> 8 | 0.50 ± 0.00 times |" in text
     assert "| 0.50 ± 0.00 times | **+24.2 ± 0.2** |" in text
     assert len(table(rows)) == len(table(rows[:-1])), "a seed with one side is left out"
     assert "| 4 | cores" in "\n".join(table(rows[:-1]))
     low = [
         entry | {"points": [(*p[:3], min(p[3], 0.89)) for p in entry["points"]]} for entry in rows
     ]
-    assert "| never in 5 -> never in 5 | - |" in "\n".join(table(low))
+    assert "| 90%: never in 5 -> never in 5 | - |" in "\n".join(table(low))
     assert table([]) == ["Not measured yet."]
 
 
