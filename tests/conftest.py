@@ -63,6 +63,7 @@ LIGHT = (
     "tests/cluster/test_bundles.py",
     "tests/cluster/test_deaths.py",
     "tests/cluster/test_evaluation.py",
+    "tests/cluster/test_frozen_models.py",
     "tests/system/test_synchronous.py",
 )
 """Modules of those folders that belong to `make test`."""

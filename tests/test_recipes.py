@@ -55,6 +55,7 @@ def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:
     """The parts that the recipe names have left their traces."""
     algorithm = config.algorithm
     assert ("train/kl" in metrics) == algorithm.use_kl_loss
+    assert ("train/teacher_kl" in metrics) == (algorithm.distill.teacher is not None)
     assert ("rollout/reward_kl" in metrics) == algorithm.add_token_level_kl
     assert ("rollout/baseline_reward" in metrics) == (algorithm.adv_estimator.name == "remax")
     assert ("train/importance_weight" in metrics) == (algorithm.importance.level != "none")

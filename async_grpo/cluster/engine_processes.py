@@ -10,8 +10,8 @@ used again; no process outlives `close`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -30,13 +30,16 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What rollout actors start with. queue: Ray actor. partials: `PartialCollector.path`."""
+    """What rollout actors start with. queue: Ray actor. frozen: those of the frozen models.
+    partials: `PartialCollector.path`.
+    """
 
     queue: Any
     model_dir: str
     device: str
     backend: str
     partials: str | None = None
+    frozen: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -190,6 +193,7 @@ class EngineSlots:
             threads=shared_threads(self._config, self._placement, slot.where),
             partials=spec.partials,
             actors=len(self),
+            frozen=spec.frozen,
         )
         slot.engine = self._running[actor_id] = RemoteEngine(
             actor_id,

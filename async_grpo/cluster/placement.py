@@ -8,14 +8,20 @@ later, `refuse` for settings that cannot run on the device found.
                 learner rank, on as few nodes as possible
     colocated   rank i and engine i share a bundle with one GPU, half each
     given       the bundles of the placement group in which the caller runs, such as a trial of Ray
-                Tune: [caller] [rank 0] ... [rank M-1] [engine 0] ... [engine N-1]; nothing beside
-                them, and no cores of their own, since others compute on the same machines
+                Tune: [caller] [rank 0] ... [rank M-1] [frozen 0] ... [engine 0] ... [engine N-1];
+                nothing beside them, and no cores of their own, since others compute on the same
+                machines
+
+A frozen model has a bundle with its tensor-parallel GPUs, which it shares with nobody; they are
+taken before the others are dealt.
 
 On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of
-its own. Learner and driver are on the first node, where one core stays free for the driver and the
-queue; spare cores go to the engines first, for their verifiers, and then to the learner. Engines
-for which the first node has no core go to other nodes. The engines that a run must have start even
-where they share cores. Invariant: a refusal is one sentence with the settings and what to do.
+its own; frozen models compute on any. Learner and driver are on the first node, where one core
+stays free for the driver and the queue; spare cores go to the engines first, for their verifiers,
+and then to the learner. Engines for which the first node has no core go to other nodes. The engines
+that a run must have start even where they share cores.
+
+Invariant: a refusal is one sentence with the settings and what to do.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ CPU_ENGINES = 2
 def room_for(config: Config) -> int:
     """CPUs of a Ray cluster that is started for this run: one per process, and a spare one."""
     actors = config.cluster.rollout_actors
-    return config.learner.ranks + (actors.max or actors.min) + 1
+    return config.learner.ranks + len(config.frozen) + (actors.max or actors.min) + 1
 
 
 class PlacementError(ValueError):
@@ -83,12 +89,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Slots of a run by rank and by engine."""
+    """Slots of a run by rank, by engine and by frozen model."""
 
     device: str
     colocated: bool
     learners: tuple[Slot, ...]
     engines: tuple[Slot, ...]
+    frozen: tuple[Slot, ...] = ()
+    """Of the models of `config.frozen`, in their order."""
 
     @property
     def given(self) -> bool:
@@ -119,20 +127,20 @@ def place(config: Config, nodes: list[Node]) -> Placement:
     device = _device(config, nodes)
     if not nodes:
         raise PlacementError("the cluster has no nodes")
-    colocated = device == "cuda" and _shares_gpus(config, nodes)
     if device == "cpu":
         _refuse_what_needs_gpus(config, nodes)
-        learners, engines = _place_cpu(config, nodes)
-    elif colocated:
-        learners, engines = _place_colocated(config, nodes)
-    else:
-        learners, engines = _place_split(config, nodes)
-    return Placement(device, colocated, tuple(learners), tuple(engines))
+        learners, engines, frozen = _place_cpu(config, nodes)
+        return Placement(device, False, tuple(learners), tuple(engines), tuple(frozen))
+    frozen, nodes = _place_frozen(config, nodes)
+    colocated = _shares_gpus(config, nodes)
+    split = _place_colocated if colocated else _place_split
+    learners, engines = split(config, nodes)
+    return Placement(device, colocated, tuple(learners), tuple(engines), tuple(frozen))
 
 
 def bundles(config: Config, *, gpus: float) -> list[dict[str, float]]:
-    """Return what a run asks for as bundles: the caller's, the ranks', and those of
-    `cluster.rollout_actors.max` (or else `min`) engines. gpus: of a rank, 1 or 0 on CPU.
+    """Return what a run asks for as bundles: the caller's, the ranks', those of frozen models, and
+    of `cluster.rollout_actors.max` (or else `min`) engines. gpus: of a rank, 1 or 0 on CPU.
     """
     actors = config.cluster.rollout_actors
     return [_asked(1.0, 0.0), *_run_bundles(config, gpus, actors.max or actors.min)]
@@ -146,14 +154,20 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
     gpus, size = float(device == "cuda"), config.cluster.engine.tensor_parallel_size
     ranks, actors = config.learner.ranks, config.cluster.rollout_actors
     shared = gpus > 0 and config.cluster.layout == "colocated"
-    places = list(enumerate(given))[1:]
-    learners, rest = places[:ranks], places[ranks:][: actors.max]
+    places, sizes = list(enumerate(given))[1:], frozen_sizes(config)
+    learners, rest = places[:ranks], places[ranks:]
+    frozen, rest = rest[: len(sizes)], rest[len(sizes) :][: actors.max]
     engines = learners if shared else rest
     fits = (
         len(learners) == ranks
+        and len(frozen) == len(sizes)
         and (shared or len(engines) >= actors.min)
         and config.cluster.device in ("auto", device)
         and all(bundle.holds(_asked(1.0, gpus)) for _, bundle in learners)
+        and all(
+            bundle.holds(_asked(1.0, gpus * one))
+            for (_, bundle), one in zip(frozen, sizes, strict=True)
+        )
         and all(bundle.holds(_asked(1.0, gpus * size)) for _, bundle in engines)
     )
     if not fits:
@@ -162,9 +176,9 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
             f"the run is started in a placement group of {', '.join(map(str, given))}; it needs "
             f"{needed}, the first for the process that starts it (docs/how-to/notebook.md)"
         )
-    sharers = 2 if shared else 1
+    both = 2 if shared else 1
 
-    def slot(index: int, bundle: Bundle, gpus: float) -> Slot:
+    def slot(index: int, bundle: Bundle, gpus: float, sharers: int = both) -> Slot:
         threads = max(1, int(bundle.cpus)) if device == "cuda" else 0
         cpus = bundle.cpus / sharers
         return Slot(bundle.node_id, cpus, gpus / sharers, threads=threads, bundle=index)
@@ -174,14 +188,24 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
         shared,
         tuple(slot(index, bundle, gpus) for index, bundle in learners),
         tuple(slot(index, bundle, gpus * size) for index, bundle in engines),
+        tuple(
+            slot(index, bundle, gpus * one, 1)
+            for (index, bundle), one in zip(frozen, sizes, strict=True)
+        ),
     )
 
 
+def frozen_sizes(config: Config) -> list[int]:
+    """Return the GPUs of each frozen model, where there are GPUs."""
+    return [model.engine.tensor_parallel_size for model in config.frozen.values()]
+
+
 def _run_bundles(config: Config, gpus: float, engines: int) -> list[dict[str, float]]:
-    """Return the bundles of all ranks, and of engines where they do not share those."""
+    """Return the bundles of all ranks and frozen models, and of engines that do not share those."""
     shared = gpus > 0 and config.cluster.layout == "colocated"
     size = gpus * config.cluster.engine.tensor_parallel_size
     ranks = [_asked(1.0, gpus)] * config.learner.ranks
+    ranks += [_asked(1.0, gpus * one) for one in frozen_sizes(config)]
     return ranks + [_asked(1.0, size)] * (0 if shared else engines)
 
 
@@ -190,7 +214,7 @@ def _asked(cpus: float, gpus: float) -> dict[str, float]:
 
 
 def without_engines(config: Config) -> Config:
-    """Return the settings for placing a learner alone, whatever the engines would need."""
+    """Return the settings for placing a learner alone, whatever engines and frozen models need."""
     cluster, sync = config.cluster, config.weight_sync
     changes = {
         "layout": "split",
@@ -201,6 +225,7 @@ def without_engines(config: Config) -> Config:
         update={
             "cluster": cluster.unchecked_copy(update=changes),
             "weight_sync": sync.model_copy(update={"backend": "auto"}),
+            "frozen": {},
         }
     )
 
@@ -228,7 +253,8 @@ def another(
     """
     if placement.colocated or placement.given:
         return None
-    nodes = [_with_taken(node, [*placement.learners, *engines]) for node in nodes]
+    others = (*placement.learners, *placement.frozen)
+    nodes = [_with_taken(node, [*others, *engines]) for node in nodes]
     if placement.device == "cpu":
         return _another_on_cpu(config, placement, nodes, engines, crowd=crowd)
     size = config.cluster.engine.tensor_parallel_size
@@ -316,8 +342,10 @@ def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
             )
 
 
-def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
-    """Place the learner and engines with cores on the first node, further ones elsewhere."""
+def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot], list[Slot]]:
+    """Place learner, engines with cores and frozen models on the first node, other engines
+    elsewhere.
+    """
     first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
     cores = len(first.cores) or int(first.cpus)
     here = max(1, min(cores - ranks - 1, actors.max or CPU_ENGINES))
@@ -328,7 +356,7 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
     ]
     there = room[: max(0, actors.max - here)] if actors.max is not None else room
     here = max(here, actors.min - len(there))
-    processes, free = ranks + here, _free_cpus(first)
+    processes, free = ranks + here + len(config.frozen), _free_cpus(first)
     share = min(1.0, int(100 * free / processes) / 100)
     if free < 1 or share <= 0:
         raise PlacementError(
@@ -339,7 +367,9 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
         Slot(first.node_id, share, 0.0, dealt)
         for dealt in _deal_cores(first.cores, ranks=ranks, engines=here)
     ]
-    return slots[:ranks], [*slots[ranks:], *[Slot(node_id, 1.0, 0.0) for node_id in there]]
+    frozen = [Slot(first.node_id, share, 0.0)] * len(config.frozen)
+    elsewhere = [Slot(node_id, 1.0, 0.0) for node_id in there]
+    return slots[:ranks], [*slots[ranks:], *elsewhere], frozen
 
 
 def _another_on_cpu(
@@ -404,6 +434,23 @@ def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tup
     for count in [rank] * ranks + [engine] * engines:
         dealt.append(tuple(left.pop() for _ in range(count)))
     return dealt
+
+
+def _place_frozen(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Node]]:
+    """Place frozen models on GPUs, the largest first; the nodes with what is left."""
+    left, found = list(nodes), {}
+    sizes = dict(zip(config.frozen, frozen_sizes(config), strict=True))
+    for name, size in sorted(sizes.items(), key=lambda one: -one[1]):
+        fitting = [place for place, node in enumerate(left) if node.free_gpus >= size]
+        if not fitting:
+            raise PlacementError(
+                f"`frozen.{name}` needs {counted(size, 'GPU')} of its own: {describe(nodes)}"
+            )
+        place = min(fitting, key=lambda place: left[place].free_gpus)
+        node = left[place]
+        found[name] = Slot(node.node_id, 1.0, float(size))
+        left[place] = replace(node, gpus=node.gpus - size, used_cpus=node.used_cpus + 1)
+    return [found[name] for name in config.frozen], left
 
 
 def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
 
+from async_grpo.cluster.frozen_models import FrozenClient
 from async_grpo.cluster.queue import ActorQueue
 from async_grpo.config.schema import Config
 from async_grpo.replay.partial import PartialStart
@@ -136,12 +137,21 @@ class RemoteEngine:
 class RolloutProcess(GroupProducer):
     """A rollout actor whose queue is a Ray actor."""
 
-    def __init__(self, config: Config, *, actor_id: str, queue: Any, **place: Any) -> None:
-        """queue: the Ray actor. place: see `GroupProducer`."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        actor_id: str,
+        queue: Any,
+        frozen: Mapping[str, Any] | None = None,
+        **place: Any,
+    ) -> None:
+        """queue: the Ray actor. frozen: those of the frozen models. place: see `GroupProducer`."""
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
-        super().__init__(config, actor_id=actor_id, queue=handle, **place)
+        clients = {name: FrozenClient(name, one) for name, one in (frozen or {}).items()}
+        super().__init__(config, actor_id=actor_id, queue=handle, frozen=clients, **place)
         self._run: asyncio.Future[None] | None = None
 
     async def run(self) -> None:

@@ -84,6 +84,21 @@ class KlCtrl(Section):
     """Responses over which the adaptive coefficient reacts: larger is slower."""
 
 
+class Distill(Section):
+    """Pull the policy towards a frozen model on its own responses (on-policy distillation)."""
+
+    teacher: str | None = None
+    """Frozen model (a name under `frozen`) that says how probable it finds each sampled token;
+    null: none.
+    """
+    coef: Above0 = 1.0
+    """Weight of the teacher's log-prob minus the policy's in a token's advantage, which is the
+    policy gradient of the reverse KL.
+    """
+    reward_coef: AtLeast0 = 1.0
+    """Weight of the advantages that come from rewards; 0: the teacher alone teaches."""
+
+
 class OverlongBuffer(Section):
     """Penalise responses that end within the last tokens of the limit, softly."""
 
@@ -234,6 +249,7 @@ class Algorithm(Section):
     """Weight of (log-prob - log-prob of the sampler)^2, added to the loss of every token, whatever
     its weight.
     """
+    distill: Distill = Distill()
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = True

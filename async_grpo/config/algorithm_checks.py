@@ -452,6 +452,15 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
         )
 
 
+def _distill(config: Config, known: Known) -> Iterator[str]:
+    distill, temperature = config.algorithm.distill, config.rollout.temperature
+    if distill.teacher is not None and temperature != 1:
+        yield (
+            f"`rollout.temperature` is {temperature:g}, and with `algorithm.distill.teacher` it is "
+            "1: the teacher judges the distribution that is sampled by its own at temperature 1."
+        )
+
+
 ALGORITHM_RULES = (
     _estimator,
     _pairs,
@@ -462,6 +471,7 @@ ALGORITHM_RULES = (
     _towards_the_sampler,
     _weights,
     _kl,
+    _distill,
     _reward_norm,
     _rewards,
     _filter,

@@ -431,6 +431,7 @@ def preflight_files(config: Config) -> None:
     for key, model in (
         ("model.path", config.model.path),
         ("model.reference", config.model.reference),
+        *((f"frozen.{name}.path", one.path) for name, one in config.frozen.items()),
     ):
         if model is not None:
             _check_model(key, model)

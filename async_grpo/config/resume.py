@@ -21,7 +21,14 @@ from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 from async_grpo.config.stored import digested, renewed
 
-_SINCE = ("replay.order", "algorithm.calculate_entropy", "learner.kernels")
+_SINCE = (
+    "replay.order",
+    "algorithm.calculate_entropy",
+    "algorithm.distill.teacher",
+    "algorithm.distill.coef",
+    "algorithm.distill.reward_coef",
+    "learner.kernels",
+)
 """Settings that digests count since there were digests: at their default they are left out."""
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
 """They reach the weights only through a learning rate that falls to an end."""
@@ -189,10 +196,10 @@ def _collect(
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """Return the section class that an annotation (`X` or `X | None`) names, if any; a list of
-    sections and a choice are values.
+    """Return the section class that an annotation (`X` or `X | None`) names, if any; a list or a
+    mapping of sections and a choice are values.
     """
-    if get_origin(annotation) is list:
+    if get_origin(annotation) in (list, dict):
         return None
     options = [
         option

@@ -16,6 +16,7 @@ from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.config.environment import EnvironmentConfig
+from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
@@ -528,6 +529,13 @@ class Config(Section):
     """Seed of data order, warm start, minibatches, and of sampling where it is seeded."""
     run: Run = Run()
     model: Model = Model()
+    frozen: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[a-z]\w{0,31}$")], FrozenModel],
+        warn("what frozen models say of groups, from the next one on"),
+    ] = Field({})
+    """Models that take part and are not trained, by names of yours: `{teacher: {path: ...}}`. Each
+    has an engine of its own, and is used where a setting names it.
+    """
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -60,6 +60,13 @@ OWNED = (
         "algorithm.kl_ctrl.horizon",
     ),
     _unlike("algorithm.importance.level", "none", "token (or another)", "algorithm.importance"),
+    _unlike(
+        "algorithm.distill.teacher",
+        None,
+        "NAME (of `frozen`)",
+        "algorithm.distill.coef",
+        "algorithm.distill.reward_coef",
+    ),
     _unlike("algorithm.opsm_delta", None, "0.5 (or another)", "algorithm.opsm_against"),
     _Owned(
         ("algorithm.clip_ratio",),

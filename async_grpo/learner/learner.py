@@ -245,6 +245,13 @@ class Learner:
                 max_staleness=self.config.replay.max_staleness,
                 mask_stale=self.config.replay.on_stale == "mask",
             )
+        if (teacher := algorithm.distill.teacher) is not None:
+            silent = sorted({key[0] for key, row in self._rows.items() if row.teacher is None})
+            if silent:
+                raise ValueError(
+                    f"step {plan.step}: group {silent[0]} has no log-probs of the frozen model "
+                    f"{teacher}: it was sampled without `algorithm.distill`"
+                )
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.
         rows = [

@@ -30,9 +30,9 @@ class LearnerRow:
     payload.
 
     response: context and sampled tokens; sampled [L] int64: places of the latter in it; behavior
-    [L] float32; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L]
-    float64. max_lag: older tokens are not trained; they stay in the divisors, and out of the
-    statistics of their row.
+    [L] float32; lag [L] int64; teacher [L] float32, log-probs of a frozen model, where the frame
+    has them; once computed: anchor, reference, advantages [L] float32, kl [L] float64. max_lag:
+    older tokens are not trained; they stay in the divisors, and out of the statistics of their row.
     """
 
     prompt: np.ndarray
@@ -43,6 +43,7 @@ class LearnerRow:
     turns: np.ndarray | None = None
     """Number of the turn [L] of each; None for a plain response."""
     max_lag: int | None = None
+    teacher: np.ndarray | None = None
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
     kl: np.ndarray | None = None
@@ -73,6 +74,7 @@ class TokenBatch:
     behavior: Tensor
     anchor: Tensor
     reference: Tensor | None
+    teacher: Tensor | None
     advantages: Tensor
     mask: Tensor
     trained: Tensor
@@ -84,9 +86,14 @@ class TokenBatch:
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
         """Join several micro-batches in order, without `reference`; `row_index` stays as it is."""
-        names = [name for name in cls.__dataclass_fields__ if name != "reference"]
+        optional = "reference", "teacher"
+        names = [name for name in cls.__dataclass_fields__ if name not in optional]
+        # a dummy has no teacher
+        asked = any(batch.teacher is not None for batch in batches)
+        teachers = [one.behavior if one.teacher is None else one.teacher for one in batches]
         return cls(
             reference=None,
+            teacher=torch.cat(teachers) if asked else None,
             **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
         )
 
@@ -106,6 +113,7 @@ def decode_rows(
     """
     decoded = map(codec.decode_group, codec.unpack_frames(payload))
     groups = {group.group_id: group for group in decoded}
+    teachers = {number: by_row(group, "teacher_logprobs") for number, group in groups.items()}
     if set(groups) != set(plan.group_ids):
         raise ValueError(
             f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
@@ -142,8 +150,20 @@ def decode_rows(
             lag,
             turns=row.turns,
             max_lag=max_staleness,
+            teacher=teachers[planned.group_id][planned.row],
         )
     return rows
+
+
+def by_row(group: codec.Group, plane: str) -> list[np.ndarray | None]:
+    """Return what a plane of width 1 has for the sampled tokens [L] of each row; None for each
+    where the group has no such plane.
+    """
+    values = group.planes.get(plane)
+    if values is None:
+        return [None] * len(group.rows)
+    lengths = [len(row.behavior_logprobs) for row in group.rows]
+    return list(np.split(values[:, 0], np.cumsum(lengths)[:-1]))
 
 
 def token_batch(
@@ -175,6 +195,7 @@ def token_batch(
         behavior=behavior,
         anchor=behavior if anchor is None else anchor,
         reference=computed([row.reference for row in rows]),
+        teacher=computed([row.teacher for row in rows]),
         advantages=column([known(row.advantages) for row in rows], np.float32),
         mask=column([np.ones(len(row.lag)) for row in rows], np.uint8),
         trained=trained,

@@ -9,8 +9,8 @@ per micro-batch:
     select      what statistics of the whole update say, after a pass without gradient where they
                 depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize,
                 top_entropy_share)
-    loss        policy loss x off-policy weights + KL penalty + penalty towards the sampler -
-                entropy bonus, summed with the tokens' loss weights
+    loss        advantages and what a teacher adds -> policy loss x off-policy weights + KL penalty
+                + penalty towards the sampler - entropy bonus, summed with the tokens' loss weights
 
 Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
 rank calls the collective parts equally often.
@@ -28,6 +28,7 @@ from torch import Tensor
 from async_grpo.algo.advantages import place_rewards, token_advantages
 from async_grpo.algo.aggregation import aggregate_loss
 from async_grpo.algo.catalog import ESTIMATORS, IMPORTANCE, POLICY_LOSSES, import_plugins
+from async_grpo.algo.distill import distilled_advantages
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
@@ -206,7 +207,7 @@ class TokenMath:
             self._algorithm.policy_loss.name,
             logprobs=logprobs,
             anchor_logprobs=self._anchor(whole, logprobs),
-            advantages=whole.advantages,
+            advantages=self._advantages(whole, logprobs),
             loss_mask=whole.trained,
             staleness=whole.lag,
             clip=self._clip,
@@ -227,6 +228,7 @@ class TokenMath:
     ) -> Tensor:
         """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`."""
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
+        advantages = self._advantages(batch, logprobs)
         weights, kept = self._weights(batch, logprobs.detach())
         selection = selection or UpdateFacts()
         token_loss, diagnostics = policy_loss(
@@ -234,7 +236,7 @@ class TokenMath:
             logprobs,
             anchor_logprobs=anchor,
             behavior_logprobs=batch.behavior,
-            advantages=batch.advantages,
+            advantages=advantages,
             loss_mask=batch.trained,
             staleness=batch.lag,
             clip=self._clip,
@@ -254,7 +256,7 @@ class TokenMath:
                 anchor_logprobs=anchor,
                 behavior_logprobs=batch.behavior,
                 recomputed=algorithm.anchor == "recomputed",
-                advantages=batch.advantages,
+                advantages=advantages,
                 staleness=batch.lag,
                 mask=batch.trained,
                 row_index=batch.row_index,
@@ -263,6 +265,8 @@ class TokenMath:
                 kl=kl,
                 entropy=entropy,
             )
+            if batch.teacher is not None:
+                metrics.add("train/teacher_kl", logprobs - batch.teacher, batch.trained)
         if algorithm.behavior_penalty:
             distance = (logprobs - batch.behavior).square()  # not clamped: it must not let go
             token_loss = token_loss + algorithm.behavior_penalty * distance
@@ -283,6 +287,19 @@ class TokenMath:
         sampled = batch.behavior if unbiased == "behavior" else anchor if unbiased else None
         return kl_penalty(
             logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=sampled
+        )
+
+    def _advantages(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
+        """Return the advantages of the rewards, with what a teacher adds."""
+        distill = self._algorithm.distill
+        if distill.teacher is None or batch.teacher is None:  # None: of a dummy
+            return batch.advantages
+        return distilled_advantages(
+            batch.advantages,
+            logprobs,
+            batch.teacher,
+            coef=distill.coef,
+            reward_coef=distill.reward_coef,
         )
 
     def _anchor(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:
@@ -350,7 +367,7 @@ class TokenMath:
             opsm = opsm_mask(
                 logprobs,
                 batch.behavior if behavior else self._anchor(batch, logprobs),
-                batch.advantages,
+                self._advantages(batch, logprobs),
                 batch.trained,
                 delta=algorithm.opsm_delta,
                 row_index=batch.row_index,

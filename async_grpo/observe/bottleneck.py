@@ -110,6 +110,8 @@ class Interval:
     engine: dict[str, float]
     generate_s: float
     verify_s: float
+    teacher_s: float
+    """What a group waits for a frozen model; 0 without one."""
     response_s: float
     """What a response takes on average."""
     ready_wait_s: float
@@ -139,6 +141,7 @@ class Interval:
             engine={cause: took / whole for cause, took in engine.items()},
             generate_s=generate_s,
             verify_s=means["rollout/verify_s"],
+            teacher_s=last.get("rollout/teacher_s", 0.0),
             response_s=max(response_s - waits_s, 0.0),
             ready_wait_s=means["replay/ready_wait_s"],
             longest_s=means["rollout/longest_group_s"],
@@ -268,6 +271,13 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         verdict = seen.found("environments", text, {"rollout.max_open_episodes": opened})
         episode_s = setup.actors * setup.open_episodes / seen.responses
         return verdict, replace(times, episode_s=episode_s, response_s=_rest(waits) * seen.full_s)
+    if seen.teacher_s > seen.generate_s:
+        text = (
+            f"{idle}: a group waits {seen.teacher_s:.2g} s for its teacher and is generated in "
+            f"{seen.generate_s:.2g} s: a smaller teacher would help, or more GPUs for it "
+            "(frozen.NAME.engine.tensor_parallel_size)"
+        )
+        return seen.found("unclear", text), times
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.verifiers * setup.actors and seen.verify_s > seen.generate_s / 3:
         workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))

@@ -359,6 +359,8 @@ def _identity(config: Config, fingerprint: str) -> str:
             include={"turn_length", "context_length", "max_turns"}, exclude_defaults=True
         ),
     }
+    if (teacher := config.algorithm.distill.teacher) is not None:
+        parts["teacher"] = config.frozen[teacher].model_dump(include={"path", "dtype"})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

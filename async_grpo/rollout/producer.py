@@ -2,8 +2,9 @@
 
 Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
 
-    ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame
-        -> outbox -> queue.put (batched)
+    ticket -> prompt tokens -> engine: n responses -> verifier children: rewards
+        -> frozen model: log-probs (only with algorithm.distill) -> frame -> outbox
+        -> queue.put (batched)
 
 With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last
 rollout of the group with role `baseline`.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_ro
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
+from async_grpo.rollout.teacher import FrozenFailed, Scorer, teacher_logprobs
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
@@ -83,9 +85,10 @@ class GroupProducer(EngineHost):
         threads: int = 0,
         partials: str | None = None,
         actors: int = 1,
+        frozen: Mapping[str, Scorer] | None = None,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
-        continue them. actors: how many there are, about.
+        continue them. actors: how many there are, about. frozen: the frozen models by name.
         """
         super().__init__(
             config,
@@ -98,6 +101,8 @@ class GroupProducer(EngineHost):
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
+        teacher = config.algorithm.distill.teacher
+        self._teacher = None if teacher is None else (frozen or {})[teacher]
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
         self._groups: dict[tuple[int, int], _GroupWork] = {}
@@ -266,6 +271,8 @@ class GroupProducer(EngineHost):
             if error.reason == "start":  # of a child; the next group would not have one either
                 raise VerifierFailed(f"the environments of {self.actor_id}: {error}") from error
             await self._fail(work, f"environment: {error}")
+        except FrozenFailed as error:
+            await self._fail(work, f"frozen model {error}")
         except (EngineError, WireError, PromptTooLong) as error:
             # a dead engine ends the run of this actor instead of failing group after group
             await self.parts.engine.check()
@@ -286,12 +293,18 @@ class GroupProducer(EngineHost):
             episodes = await self._respond(work, problem)
         else:
             episodes = await self._play(work, problem, self.parts.player)
-        size = config.rollout.group_size
+        scored, planes, size = time.time(), {}, config.rollout.group_size
+        prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
+        if self._teacher is not None:
+            self._enter(work, "verifying")
+            asked = time.monotonic()
+            planes["teacher_logprobs"] = await teacher_logprobs(self._teacher, prompts, rows)
+            self._counts["taught"] += 1
+            self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
         lengths = [episode.session.sampled for episode in episodes]
         self._counts["groups"] += 1
         self._counts["tokens"] += sum(lengths[:size])
         self._counts["baseline_tokens"] += sum(lengths[size:])
-        prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         return Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
@@ -300,11 +313,12 @@ class GroupProducer(EngineHost):
             run_epoch=ticket.run_epoch,
             prompts=prompts,
             rows=rows,
+            planes=planes,
             times={
                 "queued": queued,
                 "first_token": min(episode.first_token for episode in episodes),
                 "done": max(episode.last_token for episode in episodes),
-                "scored": time.time(),
+                "scored": scored,
                 **{f"{EPISODE_END}{n}": one.ended for n, one in enumerate(episodes) if one.ended},
             },
         )

@@ -134,7 +134,8 @@ class RunningSystem:
 
         async def start() -> None:
             nodes = {slot.node_id for slot in places.slots}
-            models = (model_dir, config.model.reference)
+            frozen = [one.path for one in config.frozen.values()]
+            models = (model_dir, config.model.reference, *frozen)
             await download_everywhere(models, nodes, note=listener.note)
             self.system = System(config, facts, places=places, listener=listener, saver=saver)
             await self.system.start()

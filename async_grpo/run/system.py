@@ -14,6 +14,7 @@ longest):
     download        models of the hub, on every node that loads them; no deadline runs
                     || MLflow connects, in a thread until step 1
     start           queue opens its journal                 || every rollout actor loads its engine
+                                                            ||   and every frozen model
                       -> ranks load model or checkpoint     ||
                       -> ranks repeat the recorded steps up ||
                          to the step that the queue is at   ||     (watchdog.start_timeout_s each)
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from typing import Any
 from async_grpo.cluster.deaths import CallFailed, cannot_be_reached
 from async_grpo.cluster.engine_processes import ActorSpec, EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
+from async_grpo.cluster.frozen_models import FrozenModels
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement, Slot, lent_cores, refuse
 from async_grpo.cluster.queue import MAX_CALLS, DriverQueue, QueueProcess
@@ -87,39 +89,47 @@ class StartFacts:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Reserved places, Ray options of each rank and engine, and the weight transport they need."""
+    """Reserved places, Ray options of each rank, engine and frozen model, and the weight transport
+    they need.
+    """
 
     session: RaySession
     placement: Placement
     backend: str
     learners: list[dict[str, Any]]
     engines: list[dict[str, Any]]
+    frozen: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Of all ranks and engines."""
-        return (*self.placement.learners, *self.placement.engines)
+        """Of all ranks, engines and frozen models."""
+        where = self.placement
+        return (*where.learners, *where.engines, *where.frozen)
 
 
 async def reserve(config: Config, session: RaySession) -> Places:
-    """Reserve a place for every learner rank and engine; colocated, rank i and engine i share one.
+    """Reserve a place for all processes with a model; colocated, rank i and engine i share one.
     Raises SetupError where the cluster or the configuration does not fit.
     """
     timeout_s = config.cluster.resources_timeout_s
     placement = await session.wait_for_room(config)
-    slots = (*placement.learners, *placement.engines)
+    slots = (*placement.learners, *placement.engines, *placement.frozen)
     if len(session.nodes()) > 1:
         used = {slot.node_id for slot in slots}
         await session.check_shared_storage(config.run.dir, used, timeout_s=timeout_s)
     backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
     refuse(config, device=placement.device, backend=backend)
     ranks = list(placement.learners)
-    if placement.colocated:
-        shared = await session.reserve(ranks, timeout_s=timeout_s, sharers=2)
-        return Places(session, placement, backend, shared, shared)
-    learners = await session.reserve(ranks, timeout_s=timeout_s)
-    engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
-    return Places(session, placement, backend, learners, [option for [option] in engines])
+    sharers = 2 if placement.colocated else 1
+    learners = engines = await session.reserve(ranks, timeout_s=timeout_s, sharers=sharers)
+
+    async def apart(slots: tuple[Slot, ...]) -> list[dict[str, Any]]:
+        options = [await session.reserve([slot], timeout_s=timeout_s) for slot in slots]
+        return [option for [option] in options]
+
+    if not placement.colocated:
+        engines = await apart(placement.engines)
+    return Places(session, placement, backend, learners, engines, await apart(placement.frozen))
 
 
 def _less_memory(config: Config, model_dir: str, places: Places) -> str:
@@ -167,6 +177,9 @@ class System:
             deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
             listener=listener,
         )
+        self.frozen = FrozenModels(
+            config, options=places.frozen, device=placement.device, listener=listener, failures=self
+        )
         slots = EngineSlots(
             config,
             session=session,
@@ -178,6 +191,7 @@ class System:
                 device=placement.device,
                 backend=places.backend,
                 partials=self._partials.path,
+                frozen=self.frozen.handles,
             ),
             relays=self._relays,
         )
@@ -260,6 +274,7 @@ class System:
         self._lender.start()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())  # they need longest, and the queue only later
+            tasks.create_task(self.frozen.start())
             report = await self.queue.opened(timeout_s=self._config.watchdog.start_timeout_s)
             self._queue_open = True
             if report is not None:
@@ -379,7 +394,7 @@ class System:
         results = await asyncio.gather(*closing, return_exceptions=True)
         await self.coordinator.close()
         results += await asyncio.gather(
-            self.actors.stop(), self.learner.stop(), return_exceptions=True
+            self.actors.stop(), self.frozen.stop(), self.learner.stop(), return_exceptions=True
         )
         await self._relays.close()
         # A queue that died for good cannot be closed; the run has ended for that reason.

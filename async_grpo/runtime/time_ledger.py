@@ -33,7 +33,9 @@ ENGINE_CAUSES = (
     "restarting",
     "other",
 )
-"""working: a group is generated. verifying: all wait for the verifier. blocked: no ticket."""
+"""working: a group is generated. verifying: all wait for the verifier or a teacher. blocked: no
+ticket.
+"""
 LEARNER_PREFIX, ENGINE_PREFIX = "time/learner/", "time/engine/"
 """Begin the names of logged metrics: seconds by cause since the start of the run."""
 

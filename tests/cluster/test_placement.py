@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 
 from async_grpo.cluster.placement import (
+    Bundle,
     Node,
     Placement,
     PlacementError,
     Slot,
     another,
+    bundles,
     crowded,
     least,
     lent_cores,
     place,
+    place_given,
     shared_threads,
     without_engines,
 )
+from async_grpo.config.frozen import FrozenModel
+from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 
 
@@ -409,3 +414,52 @@ def test_a_learner_alone_needs_no_room_for_engines(
     alone = without_engines(config(**settings))
     assert len(place(alone, nodes).learners) == 1
     assert [one["GPU"] for one in least(alone, gpu(1))] == [1.0]
+
+
+def taught(sizes: Sequence[int] = (1,), **changes: Any) -> Config:
+    """A run with frozen models of so many GPUs; only the placement is asked."""
+    models = {
+        f"m{number}": FrozenModel(path="a/b", engine=EngineConfig(tensor_parallel_size=size))
+        for number, size in enumerate(sizes)
+    }
+    return config(**changes).unchecked_copy(update={"frozen": models})
+
+
+def test_a_frozen_model_shares_the_cpus_and_owns_no_core() -> None:
+    placement = place(taught(), cpu(2))
+    slots = [*placement.learners, *placement.engines, *placement.frozen]
+    assert len(slots) == 3 and sum(slot.cpus for slot in slots) <= 2
+    assert placement.frozen[0].cores == () and all(slot.cores for slot in slots[:2])
+
+
+def test_frozen_models_have_gpus_of_their_own_in_the_order_of_the_settings() -> None:
+    placement = place(taught([1, 4]), gpu(4, 4))
+    assert [(slot.node_id, slot.gpus) for slot in placement.frozen] == [("n1", 1.0), ("n0", 4.0)]
+    assert not placement.colocated
+    assert nodes_of(placement) == (["n1"], ["n1", "n1"])
+
+
+def test_ranks_that_take_all_other_gpus_share_them_with_engines() -> None:
+    placement = place(taught(ranks=1), gpu(2))
+    assert placement.colocated and [slot.gpus for slot in placement.frozen] == [1.0]
+
+
+@pytest.mark.parametrize("gpus", [(1,), (2, 2)])
+def test_a_frozen_model_without_gpus_of_its_own_is_refused(gpus: tuple[int, ...]) -> None:
+    with pytest.raises(PlacementError, match=r"`frozen.m0` needs 4 GPUs of its own"):
+        place(taught([4]), gpu(*gpus))
+
+
+def test_a_learner_alone_needs_no_frozen_model() -> None:
+    assert place(without_engines(taught([4])), gpu(1)).frozen == ()
+
+
+def test_a_group_of_bundles_has_one_for_each_frozen_model() -> None:
+    settings = taught(rollout_actors={"min": 1, "max": 1}, device="cpu")
+    assert len(bundles(settings, gpus=0.0)) == 4
+    given = [Bundle(f"n{index}", 1.0, 0.0) for index in range(4)]
+    placement = place_given(settings, given)
+    found = placement.learners, placement.frozen, placement.engines
+    assert [[slot.node_id for slot in part] for part in found] == [["n1"], ["n2"], ["n3"]]
+    with pytest.raises(PlacementError, match="it needs"):
+        place_given(settings, given[:3])

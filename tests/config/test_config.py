@@ -529,6 +529,22 @@ tracking.register_model=adder tracking.log_model_max_gb=0
     register_model` is adder | log_model_max_gb` is 0
 algorithm.clip_ratio_low=1.5
     clip_ratio_low` is 1.5 | <= 1
+algorithm.distill.teacher=big
+    `algorithm.distill.teacher` is big | no model of that name; there are: none
+'frozen={big: {path: a/b}, small: {path: a/b}}' algorithm.distill.teacher=big
+    `frozen.small` is used by no setting
+'frozen={big: {path: a/b, engine: {sleep: true}}}' algorithm.distill.teacher=big
+    `frozen.big.engine.sleep` is true
+'frozen={big: {path: a/b, engine: {vllm: {seed: 3}}}}' algorithm.distill.teacher=big
+    `frozen.big.engine.vllm.seed`
+'frozen={Big: {path: a/b}}'
+    frozen
+'frozen={big: {}}'
+    frozen.big.path
+'frozen={big: {path: a/b}}' algorithm.distill.teacher=big rollout.temperature=0.7
+    `rollout.temperature` is 0.7 | it is 1
+algorithm.distill.coef=0.5
+    `algorithm.distill.coef` is 0.5 | no effect while `algorithm.distill.teacher` is null
 """),
     ([f"learner.ppo_epochs={10**40}"], ["`learner.ppo_epochs` is an integer of 41 digits", "2^53"]),
     (
@@ -582,6 +598,7 @@ rollout.response_length=8 algorithm.overlong_buffer.enable=false
 algorithm.importance.level=token algorithm.anchor=recomputed
 algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.1
 algorithm.use_kl_loss=true model.reference=a/b
+'frozen={big: {path: a/b}}' algorithm.distill.teacher=big algorithm.distill.reward_coef=0
 model.warm_start=null model.path=a/b
 learner.tokens_per_micro_batch=1024
 cluster.device=cpu model.dtype=bfloat16 weight_sync.backend=shared_memory

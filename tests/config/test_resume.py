@@ -28,7 +28,7 @@ seed model.path model.dtype model.warm_start model.lora model.freeze model.route
 learner.zero_stage
 """
 TOLD = """
-run.total_steps run.epochs model.reference model.reference_refresh_steps model.lm_head_fp32
+frozen run.total_steps run.epochs model.reference model.reference_refresh_steps model.lm_head_fp32
 task.train task.eval task.options task.rewards task.rewards_norm task.verifier.on_error
 replay.max_staleness replay.order replay.on_stale replay.journal.enable environment.on_timeout
 environment.max_invalid environment.tools environment.tool_parser environment.renderer

@@ -22,6 +22,7 @@ class StandIn:
         threads: int = 0,
         partials: Any = None,
         actors: int = 1,
+        frozen: Any = None,
     ) -> None:
         self.actor_id, self._over, self._link = actor_id, asyncio.Event(), asyncio.Event()
         self._link.set()

@@ -31,6 +31,7 @@ from tests.support.processes import free_port
 STEP = 3
 LR, CLIP_NORM = 3e-3, 0.7
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.3, 0.05, 0.8
+TEACHER_COEF, REWARD_COEF = 0.4, 0.7
 # All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole
 # copies.
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -248,8 +249,10 @@ def _row_loss(
     model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor
 ) -> torch.Tensor:
     prompt, response = _tokens(case, row)
-    one = case.groups[row.group_id].rows[row.row]
-    advantage = case.values[row.key].value
+    group = case.groups[row.group_id]
+    one, reward = group.rows[row.row], case.values[row.key].value
+    before = sum(len(other.behavior_logprobs) for other in group.rows[: row.row])
+    teacher = group.planes.get("teacher_logprobs")
     distribution = row_distribution(model, prompt, response)
     current = picked(distribution, response)
     places, at = [], 0
@@ -265,7 +268,10 @@ def _row_loss(
             span.policy_version for span in one.versions if span.start <= number < span.end
         )
         width = 0.2 / (1 + (STEP - 1 - version))
-        ratio = torch.exp(current[t] - anchor[t])
+        ratio, advantage = torch.exp(current[t] - anchor[t]), reward
+        if teacher is not None:
+            said = float(teacher[before + number, 0])
+            advantage = REWARD_COEF * reward + TEACHER_COEF * (said - current[t].item())
         clipped = torch.clamp(ratio, 1 - width, 1 + width)
         policy = -importance * torch.minimum(ratio * advantage, clipped * advantage)
         kl = torch.exp(ref[t] - current[t]) - 1 - (ref[t] - current[t])

@@ -17,6 +17,7 @@ RECIPES = [
     "reinforce_plus_plus",
     "remax",
     "decoupled_ppo",
+    "distill",
     "bounded_clip",
     "roll_grpo",
     "verl_grpo",

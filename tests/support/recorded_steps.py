@@ -55,9 +55,11 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
                 )
             )
         times = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
-        frames.append(
-            codec.encode_group(codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times))
-        )
+        group = codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times)
+        if config.algorithm.distill.teacher is not None:
+            tokens = sum(len(row.behavior_logprobs) for row in rows)
+            group.planes["teacher_logprobs"] = -rng.gamma(2, 1, (tokens, 1)).astype(np.float32)
+        frames.append(codec.encode_group(group))
     return frames
 
 

@@ -145,10 +145,13 @@ def actor_of(
     group_timeout_s: float | None = None,
     adv_estimator: str = "grpo",
     seeded: bool = False,
+    teacher: Any = None,
 ) -> GroupProducer:
+    distilled = {} if teacher is None else {"distill": {"teacher": "teacher"}}
     config = Config.model_validate(
         {
-            "algorithm": {"adv_estimator": adv_estimator},
+            "algorithm": {"adv_estimator": adv_estimator, **distilled},
+            "frozen": {} if teacher is None else {"teacher": {"path": "t"}},
             "run": {"total_steps": 2},
             "model": {"path": "m"},
             "task": {"verifier": {"on_error": on_error}},
@@ -162,7 +165,15 @@ def actor_of(
             },
         }
     )
-    actor = GroupProducer(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
+    actor = GroupProducer(
+        config,
+        actor_id="a",
+        queue=parts,
+        model_dir="m",
+        device="cpu",
+        cores=(),
+        frozen={"teacher": teacher},
+    )
     actor._parts = LoadedParts(
         engine=parts, tokenizer=Tokenizer(), task=Task(), verifiers=parts, evaluator=None
     )

@@ -43,6 +43,9 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
         "cluster.rollout_actors.max=1",
         "cluster.engine.max_num_seqs=64",
     ]
+    if whole.frozen:
+        teacher = write_model(tmp_path / "teacher", positions=64, seed=1)
+        overrides.append(f"frozen={{teacher: {{path: {teacher}}}}}")
     if name == GOES_ON:
         overrides += ["replay.order=ready", "replay.on_stale=mask"]
     if whole.learner.ppo_mini_batch_size is not None:

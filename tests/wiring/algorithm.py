@@ -90,7 +90,11 @@ def _group(config: Config, step: int, group_id: int) -> Group:
             )
         )
     times = {"queued": 0.0, "first_token": 1.0, "done": 2.0, "scored": 3.0}
-    return Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
+    group = Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
+    if config.algorithm.distill.teacher is not None:
+        tokens = sum(len(row.behavior_logprobs) for row in rows)
+        group.planes["teacher_logprobs"] = -rng.gamma(2, 1, (tokens, 1)).astype(np.float32)
+    return group
 
 
 def _rows(config: Config, plan: RankPlan, frames: list[bytes]) -> dict[RowKey, LearnerRow]:
@@ -167,6 +171,7 @@ KL_COV = {"policy_loss.kl_cov.ratio": 0.5}
 M2PO = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}
 WEIGHED = {"anchor": "recomputed", "importance.level": "token"}
 RECOMPUTED = {"anchor": "recomputed"}
+TAUGHT = {"frozen": {"teacher": {"path": "t/t"}}, "algorithm.distill.teacher": "teacher"}
 
 TABLE: list[tuple[Any, ...]] = [
     ("adv_estimator", "rloo"),
@@ -249,6 +254,9 @@ WIRES = [
         against="scaled",
     ),
     Wire("algorithm.plugins", [EMPTY], imported),
+    Wire("algorithm.distill.teacher", "teacher", steps, unchecked=True),
+    Wire("algorithm.distill.coef", 0.3, steps, TAUGHT),
+    Wire("algorithm.distill.reward_coef", 0.0, steps, TAUGHT),
     Wire("algorithm.calculate_entropy", False, with_entropy),
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),

@@ -21,6 +21,7 @@ from async_grpo.cluster import rollout_actors
 from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.placement import Node, Placement, PlacementError, place
 from async_grpo.cluster.samples import TrainingSamples
+from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.observe.throughput import ThroughputSettings
@@ -368,6 +369,7 @@ WIRES = [
             ("weight_sync.backend", "nccl"),
         ],
     ),
+    Wire("frozen", {"teacher": FrozenModel(path="t/t")}, placed, unchecked=True),
     Wire("weight_sync.backend", "shared_memory", on_gpus, SPLIT),
     Wire("weight_sync.every_steps", 2, looped),
     Wire("tracking.sample_rows", 0, looped),

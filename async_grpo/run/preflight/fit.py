@@ -20,6 +20,7 @@ from async_grpo.run.preflight.memory import (
     EngineMemory,
     Shape,
     engine_memory,
+    frozen_memory,
     learner_memory,
     size_text,
 )
@@ -153,7 +154,9 @@ def needed_bytes(config: Config, shape: Shape, placement: Placement, backend: st
     home = placement.learners[0].node_id
     engines = sum(slot.node_id == home for slot in placement.engines)
     one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
-    return int(len(placement.learners) * (rank + LEARNER_CODE) + engines * one)
+    frozen = frozen_memory(config, device=device, backend=backend).values()
+    beside = sum(each.weights + (each.kv_cache or 0) + ENGINE_CODE for each in frozen)
+    return int(len(placement.learners) * (rank + LEARNER_CODE) + engines * one + beside)
 
 
 def _turns(config: Config, shape: Shape, backend: str) -> tuple[int, int]:
@@ -191,16 +194,26 @@ def too_large(
             f"a learner rank {both} about {size_text(need)} and a GPU has {size_text(learner)}: "
             f"{what_helps(config, shape, placement, backend, most=learner)}"
         )
-    engine, one = _engine(config, shape, backend)
+    engine, needs = _engine(config, shape, backend)
     share = config.cluster.engine.gpu_memory_utilization
-    if not placement.colocated and one > share * engines:
+    if not placement.colocated and needs > share * engines:
         yield (
-            f"an engine needs at least {size_text(one)} a GPU (weights "
+            f"an engine needs at least {size_text(needs)} a GPU (weights "
             f"{size_text(engine.weights)}, CUDA {size_text(engine.rest)}, the cache of one "
             f"response {size_text(engine.kv_token * engine.longest)}) and has "
             f"{size_text(share * engines)} (cluster.engine.gpu_memory_utilization {share:g} of a "
             "GPU): raise cluster.engine.tensor_parallel_size"
         )
+    known = {node: size for node, size in gpu_bytes.items() if size is not None}
+    frozen = frozen_memory(config, device="cuda", backend=backend)
+    for slot, (name, one) in zip(placement.frozen, frozen.items(), strict=True):
+        least = one.weights + max(one.kv_token * one.longest, one.kv_cache or 0) + one.rest
+        most = config.frozen[name].engine.gpu_memory_utilization * known.get(slot.node_id, math.inf)
+        if least > most:
+            yield (
+                f"frozen model {name} needs at least {size_text(least)} a GPU and has "
+                f"{size_text(most)}: raise frozen.{name}.engine.tensor_parallel_size"
+            )
 
 
 def what_helps(

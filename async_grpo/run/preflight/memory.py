@@ -23,6 +23,7 @@ from async_grpo.learner.division import GPU_GATHER_BYTES
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.rollout.teacher import engine_config
 from async_grpo.runtime.parts import needed
 from async_grpo.weights.layout import AHEAD_BYTES
 from async_grpo.weights.transport import PACKED_BYTES
@@ -114,6 +115,8 @@ FRAGMENTATION = 0.03
 """Share of what a GPU process holds that its allocator cannot give out again. An estimate."""
 LIVE_PARAMETERS = SUB_GROUP = 1_000_000_000
 """DeepSpeed's own `stage3_max_live_parameters` and `sub_group_size`."""
+_SHAPES: dict[str, Shape] = {}
+"""Of frozen models, by directory or hub name."""
 PACKS = 4
 """Packs of a broadcast that lie on rank 0's GPU: two under way, each copied and joined."""
 
@@ -280,6 +283,24 @@ def engine_memory(
         longest=config.rollout.longest_row,
         rest=0 if device == "cpu" else ENGINE.gpu_bytes,
     )
+
+
+def frozen_memory(config: Config, *, device: str, backend: str) -> dict[str, EngineMemory]:
+    """Memory of the engine of each frozen model, by name."""
+    found = {}
+    for name in config.frozen:
+        own = engine_config(config, name)
+        cache = ENGINE.kv_cache_gb(own, device=device, backend=backend)
+        found[name] = engine_memory(own, _shape_of(own), device=device, kv_cache_gb=cache)
+    return found
+
+
+def _shape_of(config: Config) -> Shape:
+    """Count the parameters of `model.path` as it is, once."""
+    key = str(config.model.path)
+    if key not in _SHAPES:
+        _SHAPES[key] = shape_of(config, key)
+    return _SHAPES[key]
 
 
 def size_text(count: float) -> str:

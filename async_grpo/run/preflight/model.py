@@ -22,6 +22,7 @@ from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine.base import stop_tokens
+from async_grpo.rollout.teacher import engine_config
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -171,6 +172,32 @@ def check_fit(
             raise SetupError(f"evaluation.task: {error}") from error
     if config.model.path is not None:
         yield from check_architecture(config, model, learner=not of_evaluation)
+    for name in config.frozen:
+        try:
+            _check_frozen(engine_config(config, name), model, tokenizer)
+        except SetupError as error:
+            raise SetupError(f"frozen.{name}: {error}") from error
+
+
+def _check_frozen(config: Config, policy: str, tokenizer: Any) -> None:
+    """Check a frozen model that judges the tokens of the policy. config: of its engine. Raises
+    SetupError.
+    """
+    model = str(config.model.path)
+    with quiet_hub():
+        architecture = _architecture(model)
+        other = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    mine, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if mine != theirs:
+        differ = len(mine.items() ^ theirs.items())
+        raise SetupError(
+            f"{model} has another vocabulary than {policy} ({counted(differ, 'token')} of one "
+            "mean something else in the other): use a model with the policy's tokenizer"
+        )
+    _check_positions(config, model, architecture)
+    if Path(model).is_dir():
+        list(_check_weights(Path(model)))
+    list(check_architecture(config, model, learner=False))
 
 
 def _outside_notes(config: Config, task: Task) -> Iterator[str]:

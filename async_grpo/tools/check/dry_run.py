@@ -43,6 +43,7 @@ from async_grpo.run.preflight.memory import (
     cpu_bfloat16,
     element_bytes,
     engine_memory,
+    frozen_memory,
     learner_memory,
     shape_of,
     size_text,
@@ -357,6 +358,9 @@ def _memory(
             f"{config.cluster.engine.gpu_memory_utilization:g} of a GPU leaves"
         ),
     )
+    for name, frozen in frozen_memory(config, device=device, backend=backend).items():
+        cache = f", KV cache {size_text(frozen.kv_cache)}" if frozen.kv_cache else ""
+        yield (f"frozen model {name}", f"weights {size_text(frozen.weights)}{cache}")
     yield (
         "weight sync",
         f"{size_text(shape.parameters * element_bytes(config, device))} to every engine",
@@ -378,7 +382,11 @@ def _placement(
         + f"; weights by {backend}",
     )
     addresses = {node.node_id: node.address for node in found.nodes}
-    for label, slots in (("learner rank", placement.learners), ("engine", placement.engines)):
+    for label, slots in (
+        ("learner rank", placement.learners),
+        ("engine", placement.engines),
+        ("frozen model", placement.frozen),
+    ):
         for index, slot in enumerate(slots):
             cores = f", cores {', '.join(map(str, slot.cores))}" if slot.cores else ""
             yield (

@@ -30,8 +30,8 @@ def recognise(source: Source, option: str = "") -> Peer:
     """Return the system that a file is of; `option` names it. Raises SetupError."""
     if option:
         return PEER_TABLES[option]
-    ours = {name for name, one in settings().items() if one.section and "." not in name}
-    if {key.partition(".")[0] for key in source.given} <= ours | {"seed"}:
+    ours = {name for name in settings() if "." not in name}
+    if {key.partition(".")[0] for key in source.given} <= ours:
         raise SetupError(f"{source.name} has sections of async_grpo: run it as it is.")
     marks = {name: peer.marks(source) for name, peer in PEER_TABLES.items()}
     best = max(marks.values())

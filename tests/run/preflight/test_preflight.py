@@ -631,3 +631,43 @@ def test_episodes_cannot_be_continued(good: Path) -> None:
     config = Config.model_validate(settings)
     with pytest.raises(SetupError, match=r"partial_rollouts. is true, but the environment"):
         preflight.look(config, load_task(config.task, 0))
+
+
+def taught(model: Path, teacher: Path, **rollout: Any) -> list[str]:
+    wanted = config(model, rollout=rollout).model_copy(
+        update={
+            "frozen": {"big": {"path": str(teacher)}},
+            "algorithm": {"distill": {"teacher": "big"}},
+        }
+    )
+    return list(check_fit(wanted, str(model), load_task(wanted.task, wanted.seed)))
+
+
+def test_a_teacher_reads_the_tokens_of_the_policy(good: Path, tmp_path: Path) -> None:
+    teacher = Path(write_model(tmp_path / "teacher", hidden=32, seed=3))
+    assert taught(good, teacher) == []
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = sorted(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    change(teacher / "tokenizer.json", **tokenizer)
+    said = rf"frozen.big: {teacher} has another vocabulary than {good} \(4 tokens of one"
+    with pytest.raises(SetupError, match=said):
+        taught(good, teacher)
+
+
+def test_a_teacher_has_room_for_the_longest_row_and_one_token(good: Path, tmp_path: Path) -> None:
+    short = Path(write_model(tmp_path / "short", positions=24))
+    with pytest.raises(SetupError, match=r"frozen.big: .* max_position_embeddings 24"):
+        taught(good, short)  # rows of 12 + 12
+    assert taught(good, short, response_length=11) == []
+
+
+def test_a_teacher_without_its_weights_is_refused(good: Path, tmp_path: Path) -> None:
+    teacher = Path(write_model(tmp_path / "teacher"))
+    for file in teacher.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(SetupError, match=r"frozen.big: .* has no weights"):
+        taught(good, teacher)
+    with pytest.raises(SetupError, match=r"frozen.big: .*nowhere"):
+        taught(good, tmp_path / "nowhere")

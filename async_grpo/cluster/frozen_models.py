@@ -1,0 +1,224 @@
+"""Frozen models: the processes that serve them, and those who ask.
+
+    rollout actor: FrozenClient.score --Ray, repeated--> FrozenProcess -> engine, never synced
+    driver: FrozenModels starts the processes, watches them, and ends the run without one
+
+Runs in: the driver (`FrozenModels`), an actor of its own per model (`FrozenProcess`), rollout
+actors (`FrozenClient`). Hides restarts: Ray starts a process that died again, on its place, up to
+`cluster.restart_budget` times, and repeats the calls that waited for it, which change nothing.
+
+Invariants: learner and queue never wait for a frozen model; its weights are those of its directory
+from the first answer to the last; a process that does not answer within its deadlines is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import ray
+
+from async_grpo.cluster.deaths import told
+from async_grpo.cluster.queue import MAX_CALLS
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent
+from async_grpo.rollout.engine.base import Engine, EngineError
+from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.rollout.teacher import FrozenFailed, engine_config
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.runtime.listener import FailureHandler, RunListener
+from async_grpo.runtime.text import one_line
+from async_grpo.weights.transport import UNPUBLISHED
+
+PROBE_INTERVAL_S = 5.0
+RETRY_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class FrozenProcess:
+    """One frozen model with its engine, which starts with the first call that needs it."""
+
+    def __init__(self, config: Config, name: str, *, device: str) -> None:
+        die_with_parent()
+        stacks.register(f"frozen-{name}", stacks.home(config.run.dir))
+        self._config, self._device = engine_config(config, name), device
+        self._name, self._timeout_s = name, config.frozen[name].timeout_s
+        self._engine: Engine | None = None
+        self._starting = asyncio.Lock()
+        self._failure, self._answered = "", 0.0  # why it is to be killed; when it answered last
+
+    async def start(self) -> None:
+        """Load the model, once."""
+        async with self._starting:
+            if self._engine is None:
+                self._engine = await ENGINE.start(
+                    self._config,
+                    model_dir=str(self._config.model.path),
+                    device=self._device,
+                    backend="shared_memory" if self._device == "cpu" else "nccl",
+                    stop_token_ids=[],
+                    label=UNPUBLISHED,
+                    seed=0,
+                )
+
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """See `Scorer.score`. Raises EngineError."""
+        await self.start()
+        assert self._engine is not None
+        work, began = asyncio.ensure_future(self._engine.score(sequences)), time.monotonic()
+        try:
+            while not work.done() and not self._failure:
+                await asyncio.wait({work}, timeout=self._timeout_s)
+                since = time.monotonic() - max(began, self._answered)
+                if not work.done() and since >= self._timeout_s:
+                    self._failure = f"no answer for {since:.0f} s (frozen.{self._name}.timeout_s)"
+            if self._failure:
+                raise EngineError(self._failure)
+            answers, self._answered = work.result(), time.monotonic()
+            return [logprobs for _, logprobs in answers]
+        finally:
+            work.cancel()
+
+    async def health(self) -> int:
+        """Process id. Raises EngineError where the engine is dead, or hangs."""
+        if self._failure:
+            raise EngineError(self._failure)
+        if self._engine is not None:
+            await self._engine.check()
+        return os.getpid()
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+class FrozenClient:
+    """A frozen model for a rollout actor: see `Scorer`."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self._name, self._handle = name, handle
+
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """Ask until there is an answer; whoever calls sets the deadline. No group fails for a
+        process that is gone, since the next one would meet the same.
+        """
+        while True:
+            try:
+                # Ray repeats a call whose process dies, once there is another
+                return await self._handle.score.options(max_task_retries=-1).remote(sequences)
+            except ray.exceptions.RayTaskError as error:
+                sick = isinstance(error.cause, EngineError) and await self._returns()
+                if not sick:
+                    raise FrozenFailed(f"{self._name}: {one_line(error.cause)}") from error
+            except ray.exceptions.RayError:
+                await asyncio.sleep(RETRY_S)  # it is back soon, or the driver ends the run
+
+    async def _returns(self) -> bool:
+        """Wait until another process has taken the place of one that failed; False where the one
+        that was asked is well, so that the request itself must be at fault.
+        """
+        try:
+            await self._handle.health.remote()
+            return False
+        except ray.exceptions.RayError:
+            await asyncio.sleep(RETRY_S)
+            return True
+
+
+class FrozenModels:
+    """All frozen models of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        options: Sequence[dict[str, Any]],
+        device: str,
+        listener: RunListener,
+        failures: FailureHandler,
+    ) -> None:
+        """Begin a process for each. options: Ray's, in the order of `config.frozen`."""
+        self._config, self._listener = config, listener
+        self._failures = failures
+        self._watching: list[asyncio.Task[None]] = []
+        self.handles = {
+            name: ray.remote(FrozenProcess)
+            .options(
+                max_concurrency=MAX_CALLS, max_restarts=config.cluster.restart_budget, **option
+            )
+            .remote(config, name, device=device)
+            for name, option in zip(config.frozen, options, strict=True)
+        }
+        """Ray actors by name."""
+
+    async def start(self) -> None:
+        """Load all models, and watch their processes. Raises TimeoutError, RayError."""
+        seconds = self._config.watchdog.start_timeout_s
+        loads = [one.start.options(max_task_retries=-1).remote() for one in self.handles.values()]
+        try:
+            await asyncio.wait_for(asyncio.gather(*loads), seconds)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"starting {', '.join(self.handles)} took longer than watchdog.start_timeout_s = "
+                f"{seconds:g} s"
+            ) from error
+        for name, handle in self.handles.items():
+            self._watching.append(asyncio.ensure_future(self._watch(name, handle)))
+
+    async def stop(self) -> None:
+        """End all processes, after their engines if those end in time."""
+        for task in self._watching:
+            task.cancel()
+        closing = [one.close.remote() for one in self.handles.values()]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(
+                asyncio.gather(*closing, return_exceptions=True), CLOSE_TIMEOUT_S
+            )
+        for handle in self.handles.values():
+            ray.kill(handle)
+
+    async def _watch(self, name: str, handle: Any) -> None:
+        """Probe a process until its end: kill one that fails, so that Ray starts another."""
+        limit, budget, restarts = (
+            self._config.watchdog.probe_timeout_s,
+            self._config.cluster.restart_budget,
+            0,
+        )
+        pid = await handle.health.options(max_task_retries=-1).remote()
+        fault = ""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                async with asyncio.timeout(limit):
+                    now = await handle.health.remote()
+            except ray.exceptions.ActorUnavailableError as error:
+                fault = fault or told(error)  # it is being started again
+                continue
+            except TimeoutError:
+                fault = f"no answer to a probe within watchdog.probe_timeout_s = {limit:g} s"
+                ray.kill(handle, no_restart=False)
+                continue
+            except ray.exceptions.RayTaskError as error:
+                fault = one_line(error.cause)
+                ray.kill(handle, no_restart=False)
+                continue
+            except ray.exceptions.RayError as error:
+                why = f"frozen model {name} died, and cluster.restart_budget = {budget} is spent"
+                self._failures.fail(FaultBudgetSpent(f"{why} ({fault or told(error)})"))
+                return
+            if now != pid:
+                pid, restarts = now, restarts + 1
+                said = f"frozen model {name} died ({fault or 'between two probes'})"
+                self._listener.note(
+                    f"{said} and is started again, restart {restarts} of at most {budget}; groups "
+                    "wait for it"
+                )
+                self._listener.fault(said)
+                fault = ""

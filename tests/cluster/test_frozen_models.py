@@ -1,0 +1,170 @@
+"""Processes of frozen models and those who ask: a scripted engine, and fakes of Ray's handles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from async_grpo.cluster import frozen_models
+from async_grpo.cluster.frozen_models import FrozenClient, FrozenProcess
+from async_grpo.config.schema import Config
+from async_grpo.rollout.engine.base import EngineError
+from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.rollout.teacher import FrozenFailed
+
+ASKED = [([1, 2], [3, 4, 5])]
+
+
+class Engine:
+    """Answers at once; hangs or is dead when told."""
+
+    def __init__(self) -> None:
+        self.hangs = self.dead = False
+        self.refuses: Exception | None = None
+        self.loads = 0
+
+    async def start(self, config: Config, **options: Any) -> Engine:
+        self.loads += 1
+        self.config = config
+        await asyncio.sleep(0)
+        return self
+
+    async def score(self, sequences: Sequence[Any]) -> list[tuple[list[str], np.ndarray]]:
+        if self.refuses is not None:
+            raise self.refuses
+        await asyncio.sleep(60 if self.hangs else 0)
+        return [(["v"], np.zeros(len(response), np.float32)) for _, response in sequences]
+
+    async def check(self) -> None:
+        if self.dead:
+            raise EngineError("it is dead")
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(ENGINE, "start", made.start)
+    monkeypatch.setattr(frozen_models, "die_with_parent", lambda: None)
+    monkeypatch.setattr(frozen_models.stacks, "register", lambda *arguments: None)
+    return made
+
+
+def process(timeout_s: float = 5.0) -> FrozenProcess:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1, "dir": "/nowhere"},
+            "model": {"path": "policy"},
+            "frozen": {"teacher": {"path": "t", "timeout_s": timeout_s}},
+            "algorithm": {"distill": {"teacher": "teacher"}},
+        }
+    )
+    return FrozenProcess(config, "teacher", device="cpu")
+
+
+async def test_the_model_is_loaded_once_by_whoever_asks_first(engine: Engine) -> None:
+    one = process()
+    answers = await asyncio.gather(*[one.score(ASKED) for _ in range(3)], one.start())
+    assert engine.loads == 1 and engine.config.model.path == "t"
+    assert [len(answer[0]) for answer in answers[:3]] == [3, 3, 3]
+    assert await one.health() > 0
+
+
+async def test_an_engine_that_stops_answering_makes_the_process_sick_for_good(
+    engine: Engine,
+) -> None:
+    one = process(timeout_s=0.1)
+    await one.score(ASKED)
+    engine.hangs = True
+    with pytest.raises(EngineError, match=r"no answer for 0 s \(frozen.teacher.timeout_s\)"):
+        await one.score(ASKED)
+    engine.hangs = False
+    for call in (one.health, lambda: one.score(ASKED)):
+        with pytest.raises(EngineError, match="no answer for"):
+            await call()
+
+
+async def test_a_request_that_waits_behind_others_that_are_answered_is_not_late(
+    engine: Engine,
+) -> None:
+    one, done = process(timeout_s=0.2), []
+
+    async def slow(sequences: Sequence[Any]) -> list[tuple[list[str], np.ndarray]]:
+        await asyncio.sleep(0.1 * (1 + len(done)))
+        return [([], np.zeros(3, np.float32))]
+
+    engine.score = slow  # type: ignore[method-assign]
+
+    async def often() -> None:
+        for _ in range(6):
+            await asyncio.sleep(0.08)
+            one._answered = asyncio.get_running_loop().time()
+
+    done += range(4)  # it takes 0.5 s, and others are answered meanwhile
+    answer, _ = await asyncio.gather(one.score(ASKED), often())
+    assert len(answer[0]) == 3
+
+
+class Method:
+    """One method of a Ray actor: its answers in order, exceptions raised."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self.answers = answers
+
+    def options(self, **options: Any) -> Method:
+        return self
+
+    async def remote(self, *arguments: Any) -> Any:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class Handle:
+    def __init__(self, score: list[Any], health: list[Any]) -> None:
+        self.score, self.health = Method(score), Method(health)
+
+
+def raised(cause: Exception) -> ray.exceptions.RayTaskError:
+    return ray.exceptions.RayTaskError("score", "trace", cause).as_instanceof_cause()
+
+
+UNAVAILABLE = ray.exceptions.ActorUnavailableError("restarting", b"a" * 16)
+GONE = ray.exceptions.ActorDiedError()
+SICK: Callable[[], Exception] = lambda: raised(EngineError("it hangs"))  # noqa: E731
+ANSWER = [np.zeros(3, np.float32)]
+
+
+@pytest.mark.parametrize(
+    ("score", "health"),
+    [
+        ([ANSWER], [1]),
+        ([UNAVAILABLE, GONE, ANSWER], [UNAVAILABLE]),
+        ([SICK(), SICK(), ANSWER], [SICK(), SICK()]),
+    ],
+)
+async def test_a_client_waits_for_the_process_that_replaces_a_sick_one(
+    monkeypatch: pytest.MonkeyPatch, score: list[Any], health: list[Any]
+) -> None:
+    monkeypatch.setattr(frozen_models, "RETRY_S", 0.0)
+    found = await FrozenClient("teacher", Handle(score, health)).score(ASKED)
+    assert found is ANSWER
+
+
+@pytest.mark.parametrize(
+    ("score", "health", "said"),
+    [
+        (SICK(), 1, "teacher: .*it hangs"),  # the process is well: the request is at fault
+        (raised(ValueError("no such token")), 1, "teacher: .*no such token"),
+    ],
+)
+async def test_what_no_other_process_would_answer_fails(score: Any, health: Any, said: str) -> None:
+    with pytest.raises(FrozenFailed, match=said):
+        await asyncio.wait_for(FrozenClient("teacher", Handle([score], [health])).score(ASKED), 5)

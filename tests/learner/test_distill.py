@@ -1,0 +1,85 @@
+"""The learner with a teacher, against a slow loop: the gradient whatever the split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from async_grpo.config.algorithm import Distill
+from async_grpo.config.schema import Config
+from async_grpo.learner.batching import RankPlan
+from tests.support.learners import (
+    REWARD_COEF,
+    TEACHER_COEF,
+    Case,
+    assert_close,
+    assert_history,
+    copy_weights,
+    make_case,
+    make_config,
+    open_learner,
+    plain_model,
+    reference_losses,
+    split,
+    train,
+    write_neighbour,
+)
+from tests.support.models import write_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    plain = write_model(path / "plain")
+    return {"plain": plain, "reference": write_neighbour(plain, str(path / "reference"))}
+
+
+def config_of(models: dict[str, str]) -> Config:
+    """With a teacher, at the temperature of the slow loop, which a run would not take."""
+    config = make_config(model={"reference": models["reference"]})
+    distill = Distill(teacher="teacher", coef=TEACHER_COEF, reward_coef=REWARD_COEF)
+    algorithm = config.algorithm.unchecked_copy(update={"distill": distill})
+    return config.unchecked_copy(update={"algorithm": algorithm})
+
+
+def taught(case: Case) -> Case:
+    """The case with random log-probs of a teacher, which differ from token to token."""
+    rng = np.random.default_rng(5)
+    for group in case.groups.values():
+        tokens = sum(len(row.behavior_logprobs) for row in group.rows)
+        group.planes["teacher_logprobs"] = -rng.gamma(2, 1.5, (tokens, 1)).astype(np.float32)
+    return case
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_the_update_is_that_of_the_slow_loop(models: dict[str, str], parts: int) -> None:
+    case = taught(make_case(models["plain"], n_updates=2))
+    wanted = plain_model(models["plain"])
+    history = reference_losses(wanted, plain_model(models["reference"]), case)
+    with open_learner(config_of(models), models, case) as learner:
+        found = train(learner, case, [split(range(len(rows)), parts) for rows in case.updates])
+        assert_history(found, history)
+        assert_close(copy_weights(learner), dict(wanted.named_parameters()))
+
+
+def test_a_teacher_shifted_by_one_token_gives_another_update(models: dict[str, str]) -> None:
+    case = taught(make_case(models["plain"]))
+    wanted = plain_model(models["plain"])
+    history = reference_losses(wanted, plain_model(models["reference"]), case)
+    for group in case.groups.values():
+        plane = group.planes["teacher_logprobs"]
+        group.planes["teacher_logprobs"] = np.roll(plane, 1, axis=0)
+    with open_learner(config_of(models), models, case) as learner:
+        found = train(learner, case, [split(range(len(case.updates[0])), 1)])
+    with pytest.raises(AssertionError):
+        assert_history(found, history)
+
+
+def test_a_group_that_no_teacher_has_seen_is_refused(models: dict[str, str]) -> None:
+    case = make_case(models["plain"])
+    with open_learner(config_of(models), models, case) as learner:
+        plan: RankPlan = case.plan([split(range(len(case.updates[0])), 1)])
+        with pytest.raises(
+            ValueError, match=r"group 10 has no log-probs of the frozen model teach"
+        ):
+            learner.prepare(plan)

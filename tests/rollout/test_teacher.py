@@ -1,0 +1,124 @@
+"""What a rollout actor does with a frozen model: its log-probs of the sampled tokens go with the
+group, and a group without them is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.config.schema import Config
+from async_grpo.rollout.teacher import FrozenFailed, engine_config, teacher_logprobs
+from async_grpo.wire.codec import Row, VersionSpan, decode_group
+from tests.support.rollout_parts import Parts, actor_of
+
+ROW = {"behavior_logprobs": np.zeros(3, np.float32), "versions": [VersionSpan(0, 0, 3)]}
+REST = {"rewards": {}, "verdict": None, "finish_reason": "stop"}
+
+
+class Teacher:
+    """Says of each token: minus the number of tokens before it, prompt included."""
+
+    def __init__(self, *, fails: BaseException | None = None, lacks: int = 0) -> None:
+        self.fails, self.lacks, self.asked = fails, lacks, 0
+
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        self.asked += len(sequences)
+        if self.fails is not None:
+            raise self.fails
+        return [
+            -np.arange(len(prompt), len(prompt) + len(response) - self.lacks, dtype=np.float32)
+            for prompt, response in sequences
+        ]
+
+
+async def test_the_plane_has_the_sampled_tokens_of_all_rows_in_order() -> None:
+    prompts = [np.arange(2, dtype=np.int32), np.arange(5, dtype=np.int32)]
+    turns = [(0, 1), (2, 2)]  # two tokens of context behind the first one
+    rows = [
+        Row(response_ids=np.arange(3), segments=[(0, 3)], prompt=1, **ROW, **REST),
+        Row(response_ids=np.arange(5), segments=turns, prompt=0, **ROW, **REST),
+    ]
+    plane = await teacher_logprobs(Teacher(), prompts, rows)
+    assert plane.dtype == np.float32 and plane.shape == (6, 1)
+    assert plane[:, 0].tolist() == [-5, -6, -7, -2, -5, -6]
+    with pytest.raises(FrozenFailed, match=r"it gave \[2, 4\] log-probs for \[3, 5\]"):
+        await teacher_logprobs(Teacher(lacks=1), prompts, rows)
+
+
+def run(parts: Parts, teacher: Any, **settings: Any) -> None:
+    actor = actor_of(parts, teacher=teacher, **settings)
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+
+
+def test_every_group_carries_what_the_teacher_says() -> None:
+    parts, teacher = Parts(), Teacher()
+    frames: list[bytes] = []
+    put = parts.put
+
+    async def kept(actor_id: str, given: list[Any]) -> Any:
+        frames.extend(given)
+        return await put(actor_id, given)
+
+    parts.put = kept  # type: ignore[method-assign]
+    run(parts, teacher)
+    assert teacher.asked == 4
+    for frame in frames:
+        plane = decode_group(frame).planes["teacher_logprobs"]
+        assert plane[:, 0].tolist() == [-3, -4] * 2
+
+
+@pytest.mark.parametrize(
+    ("teacher", "reason"),
+    [
+        (Teacher(fails=FrozenFailed("teacher: it is gone")), "frozen model teacher: it is gone"),
+        (Teacher(lacks=1), "frozen model it gave [1, 1] log-probs for [2, 2]"),
+    ],
+)
+def test_a_group_without_an_answer_is_failed(teacher: Teacher, reason: str) -> None:
+    parts = Parts()
+    run(parts, teacher)
+    assert parts.failed == {0: reason, 1: reason} and not parts.frames
+
+
+def test_a_value_that_is_not_finite_is_never_sent() -> None:
+    parts, teacher = Parts(), Teacher()
+
+    async def broken(sequences: Any) -> list[np.ndarray]:
+        return [np.full(len(response), np.nan, np.float32) for _, response in sequences]
+
+    teacher.score = broken  # type: ignore[method-assign]
+    run(parts, teacher)
+    assert set(parts.failed) == {0, 1} and "is not finite" in parts.failed[0]
+
+
+def test_a_teacher_that_hangs_costs_groups_and_not_the_engine() -> None:
+    parts, teacher = Parts(), Teacher()
+    teacher.score = lambda sequences: asyncio.sleep(60)  # type: ignore[method-assign]
+    run(parts, teacher, group_timeout_s=0.2)
+    assert "it was verifying" in parts.failed[0] and "it was verifying" in parts.failed[1]
+
+
+@pytest.mark.parametrize("context", [None, 40])
+def test_the_engine_of_a_frozen_model_has_room_for_the_token_that_it_samples(
+    context: int | None,
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "policy", "lora": {}},
+            "frozen": {
+                "teacher": {"path": "other", "dtype": "float32", "engine": {"max_num_seqs": 3}}
+            },
+            "algorithm": {"distill": {"teacher": "teacher"}},
+            "rollout": {"prompt_length": 8, "response_length": 16, "context_length": context},
+        }
+    )
+    own = engine_config(config, "teacher")
+    assert own.rollout.longest_row == config.rollout.longest_row + 1
+    assert (own.model.path, own.model.dtype, own.model.lora) == ("other", "float32", None)
+    assert own.cluster.engine.max_num_seqs == 3

@@ -1,0 +1,108 @@
+"""A teacher in a real run: what it says is what transformers computes, also after its process was
+killed; without it the run ends, and nothing is trained on less.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_grpo.config.load import load_config
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent
+from async_grpo.observe.console.console import Console
+from async_grpo.replay.history import read_history
+from async_grpo.run.trainer import Trainer
+from async_grpo.wire.codec import Group, decode_group
+from tests.support.learners import plain_model
+from tests.support.models import write_model
+from tests.support.recipes import CONFIGS
+
+STEPS, GROUPS = 6, 4
+pytestmark = pytest.mark.timeout(200)
+
+
+def config_of(path: Path, *settings: str) -> Config:
+    student = write_model(path / "student", positions=64)
+    teacher = write_model(path / "teacher", positions=64, seed=1)
+    return load_config(
+        CONFIGS / "distill.yaml",
+        [
+            f"run={{dir: {path}/run, total_steps: {STEPS}}}",
+            "model.warm_start=null",
+            f"model.path={student}",
+            f"frozen={{teacher: {{path: {teacher}, engine: {{max_num_seqs: 32}}}}}}",
+            "task.name=tests.support.mixed_task:Mixed",
+            f"rollout.rollout_batch_size={GROUPS}",
+            "evaluation={before: false, max_samples: 8}",
+            "tracking={mlflow: false, report: false}",
+            "cluster.rollout_actors.max=1",
+            "cluster.engine.max_num_seqs=64",
+            *settings,
+        ],
+    )
+
+
+def kill_teacher(trainer: Trainer) -> None:
+    async def pid() -> int:
+        answer: int = await trainer.system.frozen.handles["teacher"].health.remote()
+        return answer
+
+    os.kill(trainer.call(pid()), signal.SIGKILL)
+
+
+def trained_groups(directory: Path) -> list[Group]:
+    history = read_history(directory / "journal")
+    numbers = [group_id for step in sorted(history.steps) for group_id in history.steps[step]]
+    return [decode_group(history.frame(group_id)) for group_id in numbers]
+
+
+def said(teacher: Any, group: Group) -> np.ndarray:
+    """Log-probs of the teacher for the sampled tokens of all rows, by transformers."""
+    found = []
+    for row in group.rows:
+        prompt = group.prompts[row.prompt]
+        tokens = torch.tensor(np.concatenate([prompt, row.response_ids])).long()[None]
+        with torch.no_grad():
+            logits = teacher(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+        found.append(logprobs.numpy()[row.sampled])
+    return np.concatenate(found)
+
+
+def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    log = tmp_path / "log.txt"
+    with open(log, "w") as out, Trainer(config, console=Console(out)) as trainer:
+        for result in trainer.steps():
+            assert np.isfinite(result["train/teacher_kl"])
+            if result["training_iteration"] == 2:
+                kill_teacher(trainer)
+        assert trainer.steps_done == STEPS and result["rollout/teacher_s"] > 0
+    assert "frozen model teacher died" in log.read_text()
+    groups = trained_groups(tmp_path / "run")
+    assert len(groups) == STEPS * GROUPS
+    teacher = plain_model(config.frozen["teacher"].path).eval()
+    for group in groups:
+        plane = group.planes["teacher_logprobs"][:, 0]
+        np.testing.assert_allclose(plane, said(teacher, group), atol=1e-4)
+
+
+def test_without_its_teacher_a_run_ends(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "cluster.restart_budget=0", "run.total_steps=1000")
+    with (
+        open(tmp_path / "log.txt", "w") as out,
+        Trainer(config, console=Console(out)) as trainer,
+        pytest.raises(FaultBudgetSpent, match="frozen model teacher died"),
+    ):
+        for result in trainer.steps():
+            if result["training_iteration"] == 2:
+                kill_teacher(trainer)
+    groups = trained_groups(tmp_path / "run")
+    assert groups and all("teacher_logprobs" in group.planes for group in groups)
