@@ -1,5 +1,6 @@
 """Whether a commit learns as well as the recorded ones: `python -m benchmarks.learning
-[quickstart chain real] [--seeds 0] [--record]`; `make learning` runs all that are on record.
+[quickstart chain real] [--seeds 0] [--record | --show] [--docs docs/runs/index.md]
+[--picture docs/assets/runs.png]`; `make learning` runs all that are on record.
 
     recipe, cut to a fixed number of learner steps -> accuracy on held-out problems, sampled, at
         its end -> failed below the band
@@ -8,12 +9,14 @@ All seeds start from the same model. The band's lower end is where a further run
 kind lies below once in 200 times: the mean of the recorded runs (five seeds) less t(0.995) standard
 deviations times sqrt(1 + 1/n), the prediction interval of a normal distribution. There is no upper
 end. `--record` adds the runs to the record instead: after a change that is meant to change
-learning, remove a recipe's rows and record five seeds again.
+learning, remove a recipe's rows and record five seeds again. `--show` runs nothing; with it the
+page and the picture are made of what is on record.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import statistics
@@ -37,6 +40,7 @@ from benchmarks.harness import (
     read_rows,
     real_model,
     run_logged,
+    write_docs,
 )
 
 RECORD = ROOT / "benchmarks" / "results" / "learning.jsonl"
@@ -82,18 +86,83 @@ def run(name: str, seed: int, directory: Path) -> dict[str, Any]:
         home.with_suffix(".txt"),
         limit_s=TIMEOUT_S,
     )
-    lines = json_lines(home / "metrics.jsonl")
+    seconds, lines = round(time.time() - started), json_lines(home / "metrics.jsonl")
     before, after = [line["eval/pass_at_1"] for line in lines if "eval/pass_at_1" in line]
+    [manifest] = (home / "checkpoints").glob("*/manifest.json")
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    [weights] = [file for file in files if file.startswith("hf/") and file.endswith(".safetensors")]
     return {
         "name": name,
         "seed": seed,
         "before": before,
         "accuracy": after,
-        "seconds": round(time.time() - started),
+        "seconds": seconds,
+        "curve": curve(lines),
+        "weights": files[weights]["sha256"],
         "command": shlex.join(["python", "-m", *command]).replace(str(Path.home()), "~"),
         "commit": commit(),
         "machine": machine(),
     }
+
+
+def curve(lines: Sequence[dict[str, float]]) -> list[tuple[float, float]]:
+    """Of each learner step: seconds since the first one began, and accuracy of what it trained."""
+    steps = [line for line in lines if "time/step" in line]
+    began = steps[0]["time"] - steps[0]["time/step"]
+    return [(round(one["time"] - began, 1), round(one["rollout/accuracy"], 4)) for one in steps]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The record as Markdown: a row per recipe, with the extremes of its runs."""
+    lines = [
+        "| run | learner steps | seeds | held-out accuracy | seconds | made on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in RECIPES:
+        mine = [row for row in rows if row["name"] == name]
+        if not mine:
+            continue
+        after, seconds = ([row[key] for row in mine] for key in ("accuracy", "seconds"))
+        before = statistics.mean(row["before"] for row in mine)
+        made = {f"{row['machine'].split(';')[0]}, commit {row['commit']}" for row in mine}
+        cells = (
+            f"`{name}`",
+            str(len(mine[0]["curve"])),
+            str(len(mine)),
+            f"{before:.1%} -> {statistics.mean(after):.1%} ({min(after):.1%} to {max(after):.1%})",
+            f"{statistics.mean(seconds):.0f} ({min(seconds)} to {max(seconds)})",
+            "; ".join(sorted(made)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy of the trained responses over seconds, a panel per recipe and a line per seed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name in RECIPES if any(row["name"] == name for row in rows)]
+    figure, panels = pyplot.subplots(
+        1,
+        len(names),
+        figsize=(3.6 * len(names), 2.8),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for name, panel in zip(names, panels[0], strict=True):
+        for row in rows:
+            if row["name"] == name:
+                panel.plot(*zip(*row["curve"], strict=True), lw=1.2, label=f"seed {row['seed']}")
+        panel.set_title(name, fontsize=9)
+        panel.set_xlabel("seconds")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("accuracy of a step's responses")
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def _warm(config: str) -> list[str]:
@@ -107,9 +176,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning")
     parser.add_argument("names", nargs="*", choices=[*RECIPES, []], metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--record", action="store_true", help="add to the record, judge nothing")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--record", action="store_true", help="add to the record, judge nothing")
+    kind.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--docs", type=Path, help="write the record into that page")
+    parser.add_argument("--picture", type=Path, help="draw the record's curves into that PNG file")
     arguments = parser.parse_args(argv)
-    names = arguments.names or list(RECIPES)
+    names = [] if arguments.show else arguments.names or list(RECIPES)
     if not arguments.record:
         unknown = [name for name in names if len(recorded(name)) < 2]
         if arguments.names and unknown:
@@ -132,6 +205,10 @@ def main(argv: list[str] | None = None) -> int:
                     failed |= worse
                     said += f", {'FAILED: less than' if worse else 'at least'} {least:.1%}"
                 print(said, flush=True)
+    if arguments.docs is not None:
+        write_docs(arguments.docs, table(read_rows(RECORD)), benchmark="learning")
+    if arguments.picture is not None:
+        draw(read_rows(RECORD), arguments.picture)
     return failed
 
 

@@ -76,3 +76,24 @@ def test_every_recipe_is_cut_to_a_length_and_evaluated_at_its_end() -> None:
         assert found.evaluation.max_samples >= 300
     names = {one["name"] for one in learning.read_rows(learning.RECORD)}
     assert names and names <= set(learning.RECIPES)
+
+
+def test_the_page_shows_every_recorded_run(tmp_path: Path, record: Path) -> None:
+    times = [
+        {"time": 10.0 + step, "time/step": 2.0, "rollout/accuracy": step / 3} for step in (1, 2)
+    ]
+    curve = learning.curve([*times, {"time": 13.0}])
+    assert curve == [(2.0, 0.3333), (3.0, 0.6667)]
+    of_all = {"curve": curve, "weights": "0123456789abcdef", "commit": "c0ffee"}
+    of_all |= {"machine": "two cores; load 1.0", "command": "python -m async_grpo.run"}
+    rows = [row("quickstart", 0.97), row("quickstart", 0.93), row("chain", 0.9)]
+    record.write_text("".join(json.dumps(one | of_all) + "\n" for one in rows))
+    page, picture = tmp_path / "index.md", tmp_path / "runs.png"
+    page.write_text(
+        "# Runs\n\n<!-- benchmarks.learning: begin -->\n<!-- benchmarks.learning: end -->\n"
+    )
+    learning.main(["--show", "--docs", str(page), "--picture", str(picture)])
+    learnt = "40.0% -> 95.0% (93.0% to 97.0%) | 60 (60 to 60) | two cores, commit c0ffee |"
+    assert f"| `quickstart` | 2 | 2 | {learnt}" in page.read_text()
+    assert "| `chain` | 2 | 1 | 40.0% -> 90.0%" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
