@@ -173,6 +173,7 @@ def test_every_picture_is_drawn_by_a_script_and_shown() -> None:
         ROOT / "docs" / "generate" / "pictures.py",
         ROOT / "docs" / "generate" / "screenshots.py",
         ROOT / "benchmarks" / "async_vs_sync" / "__main__.py",
+        ROOT / "benchmarks" / "learning.py",
     ]
     drawn = "".join(script.read_text(encoding="utf-8") for script in scripts)
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)

@@ -78,3 +78,24 @@ def test_a_recorded_run_can_be_inspected(
     assert verbs.inspect([str(home / name)]) == verbs.status([str(home / name)]) == 0
     said = capsys.readouterr().out
     assert "trained" in said and "actor-0.0" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_bundled_run_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+    """As docs/runs/index.md says it."""
+    page = (ROOT / "docs" / "runs" / "index.md").read_text(encoding="utf-8")
+    [exported] = re.findall(r"^export (\S+) (\S+) ", page, re.MULTILINE)
+    environment = dict(one.split("=") for one in exported)
+    command = [sys.executable, "-m", "async_grpo", "retrain", "docs/runs/quickstart"]
+    done = subprocess.run(
+        [*command, f"run.dir={tmp_path}/again"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit-equal at all 10 weight syncs" in done.stdout
