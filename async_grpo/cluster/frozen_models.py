@@ -170,7 +170,9 @@ class FrozenModels:
                 f"{seconds:g} s"
             ) from error
         for name, handle in self.handles.items():
-            self._watching.append(asyncio.ensure_future(self._watch(name, handle)))
+            watching = asyncio.ensure_future(self._watch(name, handle))
+            watching.add_done_callback(self._watched)
+            self._watching.append(watching)
 
     async def stop(self) -> None:
         """End all processes, after their engines if those end in time."""
@@ -186,15 +188,11 @@ class FrozenModels:
 
     async def _watch(self, name: str, handle: Any) -> None:
         """Probe a process until its end: kill one that fails, so that Ray starts another."""
-        limit, budget, restarts = (
-            self._config.watchdog.probe_timeout_s,
-            self._config.cluster.restart_budget,
-            0,
-        )
-        pid = await handle.health.options(max_task_retries=-1).remote()
-        fault = ""
+        limit = self._config.watchdog.probe_timeout_s
+        budget = self._config.cluster.restart_budget
+        pid, restarts, fault = 0, 0, ""
         while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(PROBE_INTERVAL_S if pid else RETRY_S)
             try:
                 async with asyncio.timeout(limit):
                     now = await handle.health.remote()
@@ -213,8 +211,9 @@ class FrozenModels:
                 why = f"frozen model {name} died, and cluster.restart_budget = {budget} is spent"
                 self._failures.fail(FaultBudgetSpent(f"{why} ({fault or told(error)})"))
                 return
-            if now != pid:
-                pid, restarts = now, restarts + 1
+            before, pid = pid, now
+            if before not in (0, now):
+                restarts += 1
                 said = f"frozen model {name} died ({fault or 'between two probes'})"
                 self._listener.note(
                     f"{said} and is started again, restart {restarts} of at most {budget}; groups "
@@ -222,3 +221,9 @@ class FrozenModels:
                 )
                 self._listener.fault(said)
                 fault = ""
+
+    def _watched(self, watching: asyncio.Task[None]) -> None:
+        """End the run with an error of our own watch."""
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None:
+            self._failures.fail(error)

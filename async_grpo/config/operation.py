@@ -176,8 +176,8 @@ class Cluster(Section):
     engine: EngineConfig = EngineConfig()
     restart_budget: NonNegative = 3
     """Faults after which rollout actors are not started again; a node that is lost is one, and
-    one of half an hour ago is none. The run ends with exit code 4 below `min`. The queue, and the
-    learner, may die as often as well, each with a separate count.
+    one of half an hour ago is none. The run ends with exit code 4 below `min`. The queue, the
+    learner and each frozen model may die as often as well, each with a separate count.
     """
     resources_timeout_s: Seconds = 120.0
     """Longest wait for the cluster to have what the run needs."""

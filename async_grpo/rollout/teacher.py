@@ -63,6 +63,6 @@ async def teacher_logprobs(
     answers = await teacher.score(asked)
     lengths = [len(answer) for answer in answers]
     if lengths != [len(response) for _, response in asked]:
-        raise FrozenFailed(f"it gave {lengths} log-probs for {[len(one) for _, one in asked]}")
+        raise FrozenFailed(f"gave {lengths} log-probs for {[len(one) for _, one in asked]}")
     sampled = [answer[row.sampled] for answer, row in zip(answers, rows, strict=True)]
     return np.concatenate(sampled).astype(np.float32)[:, None]

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from async_grpo.cluster import frozen_models
-from async_grpo.cluster.frozen_models import FrozenClient, FrozenProcess
+from async_grpo.cluster.frozen_models import FrozenClient, FrozenModels, FrozenProcess
 from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent
 from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.rollout.teacher import FrozenFailed
@@ -168,3 +169,45 @@ async def test_a_client_waits_for_the_process_that_replaces_a_sick_one(
 async def test_what_no_other_process_would_answer_fails(score: Any, health: Any, said: str) -> None:
     with pytest.raises(FrozenFailed, match=said):
         await asyncio.wait_for(FrozenClient("teacher", Handle([score], [health])).score(ASKED), 5)
+
+
+class Seen:
+    """Listener and failure handler in one."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def fault(self, text: str) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self.ended.set_result(error)
+
+
+@pytest.mark.parametrize(
+    ("health", "notes"),
+    [
+        ([GONE], 0),  # before the first probe
+        ([UNAVAILABLE, 1, 1, GONE], 0),
+        ([1, UNAVAILABLE, 2, GONE], 1),
+        ([1, SICK(), UNAVAILABLE, 2, SICK(), 3, GONE], 2),
+    ],
+)
+async def test_the_driver_counts_restarts_and_ends_the_run_without_the_model(
+    monkeypatch: pytest.MonkeyPatch, health: list[Any], notes: int
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(frozen_models, "PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(frozen_models, "RETRY_S", 0.0)
+    monkeypatch.setattr(ray, "kill", lambda handle, **options: killed.append(options))
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "policy"}})
+    seen = Seen()
+    models = FrozenModels(config, options=[], device="cpu", listener=seen, failures=seen)
+    sick = sum(isinstance(one, ray.exceptions.RayTaskError) for one in health)
+    await asyncio.wait_for(models._watch("teacher", Handle([1], list(health))), 5)
+    error = await seen.ended
+    assert isinstance(error, FaultBudgetSpent) and "frozen model teacher died" in str(error)
+    assert len(seen.notes) == notes and killed == [{"no_restart": False}] * sick

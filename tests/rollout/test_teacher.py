@@ -46,7 +46,7 @@ async def test_the_plane_has_the_sampled_tokens_of_all_rows_in_order() -> None:
     plane = await teacher_logprobs(Teacher(), prompts, rows)
     assert plane.dtype == np.float32 and plane.shape == (6, 1)
     assert plane[:, 0].tolist() == [-5, -6, -7, -2, -5, -6]
-    with pytest.raises(FrozenFailed, match=r"it gave \[2, 4\] log-probs for \[3, 5\]"):
+    with pytest.raises(FrozenFailed, match=r"gave \[2, 4\] log-probs for \[3, 5\]"):
         await teacher_logprobs(Teacher(lacks=1), prompts, rows)
 
 
@@ -76,7 +76,7 @@ def test_every_group_carries_what_the_teacher_says() -> None:
     ("teacher", "reason"),
     [
         (Teacher(fails=FrozenFailed("teacher: it is gone")), "frozen model teacher: it is gone"),
-        (Teacher(lacks=1), "frozen model it gave [1, 1] log-probs for [2, 2]"),
+        (Teacher(lacks=1), "frozen model gave [1, 1] log-probs for [2, 2]"),
     ],
 )
 def test_a_group_without_an_answer_is_failed(teacher: Teacher, reason: str) -> None:

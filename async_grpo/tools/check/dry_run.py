@@ -152,7 +152,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             refused += too_large(config, shape, placement, backend=backend, gpu_bytes=memory)
             if device == "cpu" and found.cluster is None and assumed is None:
                 warnings += _short_of_memory(needed_bytes(config, shape, placement, backend))
-    console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
+    places = _placement(found, placement, backend, assumed is not None, list(config.frozen))
+    console.summary("placement", list(places))
     if placement is not None:
         warnings += _warnings(config, placement)
     if checked:
@@ -368,8 +369,9 @@ def _memory(
 
 
 def _placement(
-    found: Survey, placement: Placement | None, backend: str, assumed: bool
+    found: Survey, placement: Placement | None, backend: str, assumed: bool, models: list[str]
 ) -> Iterator[Line]:
+    """Say where the processes go. models: names of the frozen ones."""
     where = f"Ray cluster {found.cluster}" if found.cluster else "Ray would be started here"
     yield ("machines", f"{describe(found.nodes)} ({'assumed' if assumed else where})")
     if placement is None:
@@ -382,15 +384,15 @@ def _placement(
         + f"; weights by {backend}",
     )
     addresses = {node.node_id: node.address for node in found.nodes}
-    for label, slots in (
-        ("learner rank", placement.learners),
-        ("engine", placement.engines),
-        ("frozen model", placement.frozen),
+    for label, slots, each in (
+        ("learner rank", placement.learners, range(len(placement.learners))),
+        ("engine", placement.engines, range(len(placement.engines))),
+        ("frozen model", placement.frozen, models),
     ):
-        for index, slot in enumerate(slots):
+        for name, slot in zip(each, slots, strict=True):
             cores = f", cores {', '.join(map(str, slot.cores))}" if slot.cores else ""
             yield (
-                f"{label} {index}",
+                f"{label} {name}",
                 f"{addresses[slot.node_id]}: {counted(slot.cpus, 'CPU')}, "
                 f"{counted(slot.gpus, 'GPU')}{cores}",
             )
