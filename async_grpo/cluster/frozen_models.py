@@ -53,8 +53,8 @@ class FrozenProcess:
         self._starting = asyncio.Lock()
         self._failure, self._answered = "", 0.0  # why it is to be killed; when it answered last
 
-    async def start(self) -> None:
-        """Load the model, once."""
+    async def start(self) -> int:
+        """Load the model, once; the process id."""
         async with self._starting:
             if self._engine is None:
                 self._engine = await ENGINE.start(
@@ -66,6 +66,7 @@ class FrozenProcess:
                     label=UNPUBLISHED,
                     seed=0,
                 )
+        return os.getpid()
 
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
         """See `Scorer.score`. Raises EngineError."""
@@ -163,14 +164,14 @@ class FrozenModels:
         seconds = self._config.watchdog.start_timeout_s
         loads = [one.start.options(max_task_retries=-1).remote() for one in self.handles.values()]
         try:
-            await asyncio.wait_for(asyncio.gather(*loads), seconds)
+            pids = await asyncio.wait_for(asyncio.gather(*loads), seconds)
         except TimeoutError as error:
             raise TimeoutError(
                 f"starting {', '.join(self.handles)} took longer than watchdog.start_timeout_s = "
                 f"{seconds:g} s"
             ) from error
-        for name, handle in self.handles.items():
-            watching = asyncio.ensure_future(self._watch(name, handle))
+        for pid, (name, handle) in zip(pids, self.handles.items(), strict=True):
+            watching = asyncio.ensure_future(self._watch(name, handle, pid))
             watching.add_done_callback(self._watched)
             self._watching.append(watching)
 
@@ -186,13 +187,13 @@ class FrozenModels:
         for handle in self.handles.values():
             ray.kill(handle)
 
-    async def _watch(self, name: str, handle: Any) -> None:
-        """Probe a process until its end: kill one that fails, so that Ray starts another."""
+    async def _watch(self, name: str, handle: Any, pid: int) -> None:
+        """Probe process pid and those after it: kill one that fails, so that Ray starts another."""
         limit = self._config.watchdog.probe_timeout_s
         budget = self._config.cluster.restart_budget
-        pid, restarts, fault = 0, 0, ""
+        restarts, fault = 0, ""
         while True:
-            await asyncio.sleep(PROBE_INTERVAL_S if pid else RETRY_S)
+            await asyncio.sleep(RETRY_S if fault else PROBE_INTERVAL_S)
             try:
                 async with asyncio.timeout(limit):
                     now = await handle.health.remote()
@@ -211,8 +212,7 @@ class FrozenModels:
                 why = f"frozen model {name} died, and cluster.restart_budget = {budget} is spent"
                 self._failures.fail(FaultBudgetSpent(f"{why} ({fault or told(error)})"))
                 return
-            before, pid = pid, now
-            if before not in (0, now):
+            if now != pid:
                 restarts += 1
                 said = f"frozen model {name} died ({fault or 'between two probes'})"
                 self._listener.note(
@@ -220,7 +220,7 @@ class FrozenModels:
                     "wait for it"
                 )
                 self._listener.fault(said)
-                fault = ""
+            pid, fault = now, ""
 
     def _watched(self, watching: asyncio.Task[None]) -> None:
         """End the run with an error of our own watch."""

@@ -72,9 +72,9 @@ def process(timeout_s: float = 5.0) -> FrozenProcess:
 async def test_the_model_is_loaded_once_by_whoever_asks_first(engine: Engine) -> None:
     one = process()
     answers = await asyncio.gather(*[one.score(ASKED) for _ in range(3)], one.start())
+    assert answers[3] == await one.health() > 0
     assert engine.loads == 1 and engine.config.model.path == "t"
     assert [len(answer[0]) for answer in answers[:3]] == [3, 3, 3]
-    assert await one.health() > 0
 
 
 async def test_an_engine_that_stops_answering_makes_the_process_sick_for_good(
@@ -191,6 +191,7 @@ class Seen:
     ("health", "notes"),
     [
         ([GONE], 0),  # before the first probe
+        ([2, GONE], 1),  # and back before it
         ([UNAVAILABLE, 1, 1, GONE], 0),
         ([1, UNAVAILABLE, 2, GONE], 1),
         ([1, SICK(), UNAVAILABLE, 2, SICK(), 3, GONE], 2),
@@ -207,7 +208,7 @@ async def test_the_driver_counts_restarts_and_ends_the_run_without_the_model(
     seen = Seen()
     models = FrozenModels(config, options=[], device="cpu", listener=seen, failures=seen)
     sick = sum(isinstance(one, ray.exceptions.RayTaskError) for one in health)
-    await asyncio.wait_for(models._watch("teacher", Handle([1], list(health))), 5)
+    await asyncio.wait_for(models._watch("teacher", Handle([1], list(health)), 1), 5)
     error = await seen.ended
     assert isinstance(error, FaultBudgetSpent) and "frozen model teacher died" in str(error)
     assert len(seen.notes) == notes and killed == [{"no_restart": False}] * sick
