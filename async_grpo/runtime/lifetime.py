@@ -21,6 +21,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_SHORT = "/tmp"
+_LONGEST = 70
+"""Bytes of a directory's path: a socket's has 107, and vLLM names its own by 36 characters."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -105,9 +108,13 @@ def is_gone(owner: str) -> bool:
 
 
 def own_directory(purpose: str) -> Path:
-    """Create a private temporary directory, and remove those that killed processes left."""
+    """Create a private temporary directory, and remove those that killed processes left. Sockets
+    fit into it: where TMPDIR is too long for that, it lies in /tmp.
+    """
     remove_abandoned(purpose)
-    return Path(tempfile.mkdtemp(prefix=f"async_grpo-{purpose}-{owner()}-"))
+    prefix, parent = f"async_grpo-{purpose}-{owner()}-", tempfile.gettempdir()
+    fits = len(os.fsencode(f"{parent}/{prefix}")) + 8 <= _LONGEST
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if fits else _SHORT))
 
 
 def remove_abandoned(purpose: str, *, ending: Collection[int] = (), wait_s: float = 0.0) -> None:
@@ -117,7 +124,8 @@ def remove_abandoned(purpose: str, *, ending: Collection[int] = (), wait_s: floa
     `wait_s` seconds at most.
     """
     deadline, awaited = time.monotonic() + wait_s, {str(pid) for pid in ending}
-    for path in Path(tempfile.gettempdir()).glob(f"async_grpo-{purpose}-*"):
+    pattern = f"async_grpo-{purpose}-*"
+    for path in {*Path(tempfile.gettempdir()).glob(pattern), *Path(_SHORT).glob(pattern)}:
         owner = path.name.split("-")[2]
         while not (gone := is_gone(owner)) and time.monotonic() < deadline:
             if owner.rpartition(".")[2] not in awaited:

@@ -62,8 +62,28 @@ def test_descendants_of_a_killed_process_are_killed(tie: str, length: int, stop:
             os.kill(pid, signal.SIGKILL)
 
 
+def test_sockets_fit_where_the_temporary_directory_is_long(monkeypatch, tmp_path) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(lifetime, "_SHORT", str(tmp_path))
+    for parent, where in ((long, tmp_path), ("/tmp", Path("/tmp"))):
+        monkeypatch.setattr(lifetime.tempfile, "tempdir", str(parent))
+        mine = lifetime.own_directory("sockets")
+        assert mine.parent == where
+        mine.rmdir()
+    monkeypatch.setattr(lifetime.tempfile, "tempdir", str(long))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=30)
+    processes = lifetime.owner().partition(".")[0]
+    abandoned = tmp_path / f"async_grpo-sockets-{processes}.{ended.pid}-a"
+    abandoned.mkdir()
+    lifetime.remove_abandoned("sockets")
+    assert not abandoned.exists()
+
+
 def test_a_directory_goes_once_its_owner_is_gone(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(lifetime.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(lifetime, "_LONGEST", 1_000)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(timeout=30)
     processes = lifetime.owner().partition(".")[0]
