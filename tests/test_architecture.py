@@ -37,9 +37,8 @@ BY_NAME = ("agents", "contrib", "tools")
 REGISTRIES = ("cli", "run.callbacks.registry", "runtime.parts", "tasks.registry")
 
 CIRCLES = {
-    "config.algorithm_checks config.checks config.docs config.plugins config.schema": (
-        "the schema checks itself, and a check says what a setting is called"
-    ),
+    "config.algorithm_checks config.checks config.docs config.frozen_checks config.plugins "
+    "config.schema": ("the schema checks itself, and a check says what a setting is called"),
     "replay.ledger replay.token_ledger": "the ledger's type in the signature of what sums it",
     "replay.admission replay.order replay.outstanding replay.partial replay.rules": (
         "types of the queue's parts in each other's signatures"
@@ -87,6 +86,7 @@ LIBRARIES = {
     "rollout.chat_format": "renderers",
     "rollout.engine.vllm.early_process": "setproctitle",  # which vLLM brings
     "rollout.host": "numpy transformers",  # the tokenizer
+    "rollout.frozen": "numpy transformers",  # as well
     "agents.endpoint.server": "uvicorn starlette",
     "rollout.partial": "msgpack numpy",
     "rollout.time_accounting": "",
@@ -113,6 +113,7 @@ LIBRARIES = {
     "run.preflight.engine_trial": "torch transformers numpy",
     "run.planning": "torch",
     "cluster": "ray numpy",
+    "cluster.addresses": "openai",
     "cluster.samples": "ray numpy tokenizers",
     "cluster.placement": "",  # tested without a cluster
     "cluster.downloads": "ray huggingface_hub",

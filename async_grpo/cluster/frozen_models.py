@@ -1,6 +1,7 @@
 """Frozen models: the processes that serve them, and those who ask.
 
-    rollout actor: FrozenClient.score --Ray, repeated--> FrozenProcess -> engine, never synced
+    rollout actor: FrozenClient --Ray, repeated--> FrozenProcess -> engine, never synced
+    rollout actor: Address (`cluster.addresses`) --HTTPS--> a model of somebody else's
     driver: FrozenModels starts the processes, watches them, and ends the run without one
 
 Runs in: the driver (`FrozenModels`), an actor of its own per model (`FrozenProcess`), rollout
@@ -16,29 +17,33 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 
+from async_grpo.cluster.addresses import addresses
 from async_grpo.cluster.deaths import told
 from async_grpo.cluster.queue import MAX_CALLS
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
-from async_grpo.rollout.engine.base import Engine, EngineError
+from async_grpo.rollout.engine.base import Engine, EngineError, Sampling
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.teacher import FrozenFailed, engine_config
+from async_grpo.rollout.frozen import FrozenFailed, Question, engine_config, tokenizer_of
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import one_line
+from async_grpo.tasks.base import Prompt
+from async_grpo.tasks.chat import answered_ids, prompt_ids
 from async_grpo.weights.transport import UNPUBLISHED
 
 PROBE_INTERVAL_S = 5.0
 RETRY_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+T = TypeVar("T")
 
 
 class FrozenProcess:
@@ -50,6 +55,7 @@ class FrozenProcess:
         self._config, self._device = engine_config(config, name), device
         self._name, self._timeout_s = name, config.frozen[name].timeout_s
         self._engine: Engine | None = None
+        self._tokenizer: Any = None
         self._starting = asyncio.Lock()
         self._failure, self._answered = "", 0.0  # why it is to be killed; when it answered last
 
@@ -57,22 +63,51 @@ class FrozenProcess:
         """Load the model, once; the process id."""
         async with self._starting:
             if self._engine is None:
+                model = str(self._config.model.path)
+                read = asyncio.to_thread(tokenizer_of, self._config, self._name)
+                self._tokenizer, stops = await read
                 self._engine = await ENGINE.start(
                     self._config,
-                    model_dir=str(self._config.model.path),
+                    model_dir=model,
                     device=self._device,
                     backend="shared_memory" if self._device == "cpu" else "nccl",
-                    stop_token_ids=[],
+                    stop_token_ids=stops,
                     label=UNPUBLISHED,
                     seed=0,
                 )
         return os.getpid()
 
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """See `Scorer.score`. Raises EngineError."""
+        """See `Teacher.score`. Raises EngineError."""
+        engine = await self._loaded()
+        return [logprobs for _, logprobs in await self._in_time(engine.score(sequences))]
+
+    async def answer(self, question: Question) -> str:
+        """See `Answerer.answer`. Raises EngineError."""
+        engine = await self._loaded()
+        prompt = prompt_ids(self._tokenizer, question.messages)
+        sampling = Sampling(
+            n=1, max_tokens=question.max_tokens, temperature=0.0, schema=question.schema
+        )
+        [done] = await self._in_time(engine.generate(prompt, sampling))
+        return str(self._tokenizer.decode(done.token_ids, skip_special_tokens=True))
+
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """See `RewardModel.rewards`. Raises EngineError."""
+        engine = await self._loaded()
+        asked = [answered_ids(self._tokenizer, *one) for one in conversations]
+        return await self._in_time(engine.classify(asked))
+
+    async def _loaded(self) -> Engine:
         await self.start()
         assert self._engine is not None
-        work, began = asyncio.ensure_future(self._engine.score(sequences)), time.monotonic()
+        return self._engine
+
+    async def _in_time(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Wait for an answer, unless the engine gives nobody one for too long. Raises
+        EngineError.
+        """
+        work, began = asyncio.ensure_future(asked), time.monotonic()
         try:
             while not work.done() and not self._failure:
                 await asyncio.wait({work}, timeout=self._timeout_s)
@@ -81,8 +116,8 @@ class FrozenProcess:
                     self._failure = f"no answer for {since:.0f} s (frozen.{self._name}.timeout_s)"
             if self._failure:
                 raise EngineError(self._failure)
-            answers, self._answered = work.result(), time.monotonic()
-            return [logprobs for _, logprobs in answers]
+            answer, self._answered = work.result(), time.monotonic()
+            return answer
         finally:
             work.cancel()
 
@@ -101,19 +136,34 @@ class FrozenProcess:
 
 
 class FrozenClient:
-    """A frozen model for a rollout actor: see `Scorer`."""
+    """A frozen model for a rollout actor: see `rollout.frozen`."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self._name, self._handle = name, handle
 
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """See `Teacher.score`."""
+        answers: list[np.ndarray] = await self._ask("score", sequences)
+        return answers
+
+    async def answer(self, question: Question) -> str:
+        """See `Answerer.answer`."""
+        return str(await self._ask("answer", question))
+
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """See `RewardModel.rewards`."""
+        answers: list[float] = await self._ask("rewards", conversations)
+        return answers
+
+    async def _ask(self, method: str, asked: Any) -> Any:
         """Ask until there is an answer; whoever calls sets the deadline. No group fails for a
         process that is gone, since the next one would meet the same.
         """
         while True:
             try:
                 # Ray repeats a call whose process dies, once there is another
-                return await self._handle.score.options(max_task_retries=-1).remote(sequences)
+                call = getattr(self._handle, method).options(max_task_retries=-1)
+                return await call.remote(asked)
             except ray.exceptions.RayTaskError as error:
                 sick = isinstance(error.cause, EngineError) and await self._returns()
                 if not sick:
@@ -145,7 +195,9 @@ class FrozenModels:
         listener: RunListener,
         failures: FailureHandler,
     ) -> None:
-        """Begin a process for each. options: Ray's, in the order of `config.frozen`."""
+        """Begin a process for each. options: Ray's, in the order of `config.frozen_here`. Raises
+        SetupError for an address whose key is not in the environment.
+        """
         self._config, self._listener = config, listener
         self._failures = failures
         self._watching: list[asyncio.Task[None]] = []
@@ -155,9 +207,11 @@ class FrozenModels:
                 max_concurrency=MAX_CALLS, max_restarts=config.cluster.restart_budget, **option
             )
             .remote(config, name, device=device)
-            for name, option in zip(config.frozen, options, strict=True)
+            for name, option in zip(config.frozen_here, options, strict=True)
         }
         """Ray actors by name."""
+        self.addresses = addresses(config)
+        """Models that are elsewhere, by name."""
 
     async def start(self) -> None:
         """Load all models, and watch their processes. Raises TimeoutError, RayError."""

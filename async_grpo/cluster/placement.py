@@ -43,7 +43,7 @@ CPU_ENGINES = 2
 def room_for(config: Config) -> int:
     """CPUs of a Ray cluster that is started for this run: one per process, and a spare one."""
     actors = config.cluster.rollout_actors
-    return config.learner.ranks + len(config.frozen) + (actors.max or actors.min) + 1
+    return config.learner.ranks + len(config.frozen_here) + (actors.max or actors.min) + 1
 
 
 class PlacementError(ValueError):
@@ -96,7 +96,7 @@ class Placement:
     learners: tuple[Slot, ...]
     engines: tuple[Slot, ...]
     frozen: tuple[Slot, ...] = ()
-    """Of the models of `config.frozen`, in their order."""
+    """Of the models of `config.frozen_here`, in their order."""
 
     @property
     def given(self) -> bool:
@@ -197,7 +197,7 @@ def place_given(config: Config, given: Sequence[Bundle]) -> Placement:
 
 def frozen_sizes(config: Config) -> list[int]:
     """Return the GPUs of each frozen model, where there are GPUs."""
-    return [model.engine.tensor_parallel_size for model in config.frozen.values()]
+    return [model.engine.tensor_parallel_size for model in config.frozen_here.values()]
 
 
 def _run_bundles(config: Config, gpus: float, engines: int) -> list[dict[str, float]]:
@@ -356,7 +356,7 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
     ]
     there = room[: max(0, actors.max - here)] if actors.max is not None else room
     here = max(here, actors.min - len(there))
-    processes, free = ranks + here + len(config.frozen), _free_cpus(first)
+    processes, free = ranks + here + len(config.frozen_here), _free_cpus(first)
     share = min(1.0, int(100 * free / processes) / 100)
     if free < 1 or share <= 0:
         raise PlacementError(
@@ -367,7 +367,7 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
         Slot(first.node_id, share, 0.0, dealt)
         for dealt in _deal_cores(first.cores, ranks=ranks, engines=here)
     ]
-    frozen = [Slot(first.node_id, share, 0.0)] * len(config.frozen)
+    frozen = [Slot(first.node_id, share, 0.0)] * len(config.frozen_here)
     elsewhere = [Slot(node_id, 1.0, 0.0) for node_id in there]
     return slots[:ranks], [*slots[ranks:], *elsewhere], frozen
 
@@ -439,7 +439,7 @@ def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tup
 def _place_frozen(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Node]]:
     """Place frozen models on GPUs, the largest first; the nodes with what is left."""
     left, found = list(nodes), {}
-    sizes = dict(zip(config.frozen, frozen_sizes(config), strict=True))
+    sizes = dict(zip(config.frozen_here, frozen_sizes(config), strict=True))
     for name, size in sorted(sizes.items(), key=lambda one: -one[1]):
         fitting = [place for place, node in enumerate(left) if node.free_gpus >= size]
         if not fitting:
@@ -450,7 +450,7 @@ def _place_frozen(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[N
         node = left[place]
         found[name] = Slot(node.node_id, 1.0, float(size))
         left[place] = replace(node, gpus=node.gpus - size, used_cpus=node.used_cpus + 1)
-    return [found[name] for name in config.frozen], left
+    return [found[name] for name in config.frozen_here], left
 
 
 def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:

@@ -4,6 +4,9 @@ Runs in: the queue's process (`QueueProcess`), the driver (`DriverQueue`) and ro
 (`ActorQueue`). A module that imports nothing large, so that a queue that died is back at once.
 Hides Ray: frames travel as one array, a wait that ends soon is waited out at the queue instead of
 by one remote call after the other, and every call has a deadline and says who is late or gone.
+
+Invariant: no call waits for another, which Ray's limit of calls at once (`MAX_CALLS`) could keep
+from running. One event loop serves all: Ray's concurrency groups would have a loop each.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo.cluster.addresses import Address
 from async_grpo.cluster.frozen_models import FrozenClient
 from async_grpo.cluster.queue import ActorQueue
 from async_grpo.config.schema import Config
@@ -146,11 +147,16 @@ class RolloutProcess(GroupProducer):
         frozen: Mapping[str, Any] | None = None,
         **place: Any,
     ) -> None:
-        """queue: the Ray actor. frozen: those of the frozen models. place: see `GroupProducer`."""
+        """queue: the Ray actor. frozen: those of the frozen models, or an `Address`. place: see
+        `GroupProducer`.
+        """
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
-        clients = {name: FrozenClient(name, one) for name, one in (frozen or {}).items()}
+        clients = {
+            name: one if isinstance(one, Address) else FrozenClient(name, one)
+            for name, one in (frozen or {}).items()
+        }
         super().__init__(config, actor_id=actor_id, queue=handle, frozen=clients, **place)
         self._run: asyncio.Future[None] | None = None
 

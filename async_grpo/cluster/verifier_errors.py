@@ -60,15 +60,18 @@ class VerifierErrors:
             if cause not in self._causes and (len(self._causes) < CAUSES or kind not in self._next):
                 self._causes.add(cause)
                 self._next.setdefault(kind, AGAIN)
+                what = f"a verifier failed, {self._consequence} (task.verifier.on_error)"
+                if kind == "frozen":
+                    what = "a frozen model gave no answer, the group is issued again"
                 self._listener.note(
-                    f"a verifier failed, {self._consequence} (task.verifier.on_error): {text}; the "
-                    f"next ones like this are only counted ({metric})"
+                    f"{what}: {text}; the next ones like this are only counted ({metric})"
                 )
             elif (count := int(counts[metric])) >= self._next[kind]:
                 while count >= self._next[kind]:
                     self._next[kind] *= AGAIN
+                who = "frozen models" if kind == "frozen" else "verifiers"
                 self._listener.note(
-                    f"verifiers have failed {count} times by {kind} ({metric}), now: {text}"
+                    f"{who} have failed {count} times by {kind} ({metric}), now: {text}"
                 )
 
     async def _watch(self) -> None:

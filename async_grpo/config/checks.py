@@ -13,6 +13,7 @@ from typing import Any
 
 from async_grpo.config.algorithm_checks import ALGORITHM_RULES
 from async_grpo.config.deepspeed_keys import unknown_keys
+from async_grpo.config.frozen_checks import frozen_models, judges
 from async_grpo.config.plugins import check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
@@ -53,7 +54,7 @@ def check(config: Config) -> None:
     run = (_sizes, _run, _trained, _batches, _staleness, _partial)
     sentences = [sentence for rules in run for sentence in rules(config)]
     sentences += [sentence for rules in ALGORITHM_RULES for sentence in rules(config, known)]
-    operation = (_learner, _evaluation, _tracking, _cluster, _frozen)
+    operation = (_learner, _evaluation, _tracking, _cluster, frozen_models, judges)
     sentences += [sentence for rules in operation for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
@@ -274,24 +275,6 @@ def _cluster(config: Config) -> Iterator[str]:
     yield from _transport(config)
     if cluster.layout == "colocated":
         yield from _colocated(config, config.learner.ranks)
-
-
-def _frozen(config: Config) -> Iterator[str]:
-    used = {config.algorithm.distill.teacher: "algorithm.distill.teacher"}
-    for name, key in used.items():
-        if name is not None and name not in config.frozen:
-            there = ", ".join(config.frozen) or "none"
-            yield f"`{key}` is {name}, and `frozen` has no model of that name; there are: {there}."
-    for name, model in config.frozen.items():
-        if name not in used:
-            yield (
-                f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher`, "
-                "or remove it."
-            )
-        if model.engine.sleep is True:
-            yield f"`frozen.{name}.engine.sleep` is true, but a frozen model has no turn to wait."
-        for argument, why in refused_arguments(model.engine.vllm):
-            yield f"`frozen.{name}.engine.vllm.{argument}` {why}."
 
 
 def speculation_on_cpu(config: Config) -> Iterator[str]:

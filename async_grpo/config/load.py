@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -28,6 +28,7 @@ from async_grpo.config.docs import Setting, options, settings, show, single_line
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
+from async_grpo.config.section import Section
 from async_grpo.config.stored import answers, renewed
 from async_grpo.config.unused import unused
 from async_grpo.errors import SetupError
@@ -253,6 +254,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
         return f"`{_known(path).name}` is {_known(path).allowed}."
     parent = ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    siblings = siblings or [f"{parent}.{key}" for key in _keys_inside(path[:-1])]
     by_leaf: dict[str, list[str]] = {}
     for name in (*known, *options()):
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
@@ -285,6 +287,17 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
         return f"Did you mean `{ours}`?"
     keys = ", ".join(name.rpartition(".")[2] for name in siblings)
     return f"The keys of `{parent}` are {keys}." if parent else f"The sections are {keys}."
+
+
+def _keys_inside(path: tuple[str, ...]) -> list[str]:
+    """Return the keys of the section at `path`, which is in a mapping of sections (`frozen`)."""
+    here: Any = Config
+    for key in path:
+        if get_origin(here) is dict:
+            here = get_args(here)[1]
+        elif isinstance(here, type) and issubclass(here, Section) and key in here.model_fields:
+            here = here.model_fields[key].annotation
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, Section) else []
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:

@@ -28,6 +28,7 @@ _SINCE = (
     "algorithm.distill.coef",
     "algorithm.distill.reward_coef",
     "learner.kernels",
+    "task.judges",
 )
 """Settings that digests count since there were digests: at their default they are left out."""
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})

@@ -16,7 +16,7 @@ from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.config.environment import EnvironmentConfig
-from async_grpo.config.frozen import FrozenModel
+from async_grpo.config.frozen import FrozenModel, Judge
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
@@ -260,6 +260,13 @@ class TaskConfig(Section):
     ] = "none"
     """Normalise each component by its mean and deviation in the group, or in the learner step,
     before they are weighted and added up (GDPO).
+    """
+    judges: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[a-z]\w{0,31}$")], Judge],
+        warn("what responses are worth", trains=True),
+    ] = Field({})
+    """Frozen models that grade responses, each a reward component by a name of yours with weight 1
+    unless `rewards` says another. They do not grade evaluations.
     """
     max_bad_fraction: Annotated[Fraction, FREE] = 0.0
     """Share of malformed data rows that is left out, and of issued groups that may fail for good
@@ -534,7 +541,7 @@ class Config(Section):
         warn("what frozen models say of groups, from the next one on"),
     ] = Field({})
     """Models that take part and are not trained, by names of yours: `{teacher: {path: ...}}`. Each
-    has an engine of its own, and is used where a setting names it.
+    has an engine of its own, or an address, and is used where a setting names it.
     """
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -557,6 +564,11 @@ class Config(Section):
 
         check(self)
         return self
+
+    @property
+    def frozen_here(self) -> dict[str, FrozenModel]:
+        """Frozen models with an engine of their own."""
+        return {name: one for name, one in self.frozen.items() if one.url is None}
 
     @property
     def mini_batch_groups(self) -> int:

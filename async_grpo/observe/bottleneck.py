@@ -111,7 +111,8 @@ class Interval:
     generate_s: float
     verify_s: float
     teacher_s: float
-    """What a group waits for a frozen model; 0 without one."""
+    judge_s: float
+    """What a group waits for frozen models; 0 without them."""
     response_s: float
     """What a response takes on average."""
     ready_wait_s: float
@@ -142,6 +143,7 @@ class Interval:
             generate_s=generate_s,
             verify_s=means["rollout/verify_s"],
             teacher_s=last.get("rollout/teacher_s", 0.0),
+            judge_s=last.get("rollout/judge_s", 0.0),
             response_s=max(response_s - waits_s, 0.0),
             ready_wait_s=means["replay/ready_wait_s"],
             longest_s=means["rollout/longest_group_s"],
@@ -271,10 +273,11 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         verdict = seen.found("environments", text, {"rollout.max_open_episodes": opened})
         episode_s = setup.actors * setup.open_episodes / seen.responses
         return verdict, replace(times, episode_s=episode_s, response_s=_rest(waits) * seen.full_s)
-    if seen.teacher_s > seen.generate_s:
+    waits, whom = max((seen.teacher_s, "teacher"), (seen.judge_s, "judge"))
+    if waits > seen.generate_s:
         text = (
-            f"{idle}: a group waits {seen.teacher_s:.2g} s for its teacher and is generated in "
-            f"{seen.generate_s:.2g} s: a smaller teacher would help, or more GPUs for it "
+            f"{idle}: a group waits {waits:.2g} s for its {whom} and is generated in "
+            f"{seen.generate_s:.2g} s: a smaller {whom} would help, or more GPUs for it "
             "(frozen.NAME.engine.tensor_parallel_size)"
         )
         return seen.found("unclear", text), times

@@ -112,7 +112,8 @@ class ActorReports:
 
 def _speeds(total: Mapping[str, float]) -> dict[str, float]:
     """Measure what engines and verifiers take: `engine/<size>/s`, `tokens` and `steps`, by how many
-    responses ran at most, and seconds of a verifier for a response, of a teacher for a group.
+    responses ran at most, and seconds of a verifier for a response, of a teacher and of judges for
+    a group.
     """
     split = ((name.split("_"), value) for name, value in total.items())
     found = {
@@ -122,6 +123,8 @@ def _speeds(total: Mapping[str, float]) -> dict[str, float]:
     }
     if total.get("verified"):
         found["rollout/verifier_s"] = total["verifying_s"] / total["verified"]
+    if total.get("judged"):
+        found["rollout/judge_s"] = total["judging_ms"] / 1000 / total["judged"]
     if total.get("taught"):
         found["rollout/teacher_s"] = total["teaching_ms"] / 1000 / total["taught"]
     return found

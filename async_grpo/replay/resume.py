@@ -349,7 +349,7 @@ def _identity(config: Config, fingerprint: str) -> str:
         "seed": config.seed,
         "data": fingerprint,
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
-        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
+        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction", "judges"}),
         "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
@@ -361,6 +361,12 @@ def _identity(config: Config, fingerprint: str) -> str:
     }
     if (teacher := config.algorithm.distill.teacher) is not None:
         parts["teacher"] = config.frozen[teacher].model_dump(include={"path", "dtype"})
+    if judges := config.task.judges:
+        who = {"path", "dtype", "url", "served_name"}
+        parts["judges"] = {
+            name: [judge.model_dump(), config.frozen[judge.model].model_dump(include=who)]
+            for name, judge in judges.items()
+        }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -3,8 +3,8 @@
 Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
 
     ticket -> prompt tokens -> engine: n responses -> verifier children: rewards
-        -> frozen model: log-probs (only with algorithm.distill) -> frame -> outbox
-        -> queue.put (batched)
+        -> frozen models: grades (only with task.judges), log-probs (only with algorithm.distill)
+        -> frame -> outbox -> queue.put (batched)
 
 With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last
 rollout of the group with role `baseline`.
@@ -31,12 +31,13 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
+from async_grpo.rollout.frozen import FrozenFailed, teacher_logprobs
 from async_grpo.rollout.host import EngineHost, hash63
+from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
-from async_grpo.rollout.teacher import FrozenFailed, Scorer, teacher_logprobs
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
-from async_grpo.runtime.text import first_line, shortened
+from async_grpo.runtime.text import dialogue, first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
@@ -85,10 +86,10 @@ class GroupProducer(EngineHost):
         threads: int = 0,
         partials: str | None = None,
         actors: int = 1,
-        frozen: Mapping[str, Scorer] | None = None,
+        frozen: Mapping[str, Any] | None = None,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
-        continue them. actors: how many there are, about. frozen: the frozen models by name.
+        continue them. actors: how many there are, about. frozen: models by name (`rollout.frozen`).
         """
         super().__init__(
             config,
@@ -103,6 +104,8 @@ class GroupProducer(EngineHost):
         self._partials = None if partials is None else PartialFile.at(Path(partials))
         teacher = config.algorithm.distill.teacher
         self._teacher = None if teacher is None else (frozen or {})[teacher]
+        judges = config.task.judges
+        self._judges = Judges(judges, frozen or {}) if judges else None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
         self._groups: dict[tuple[int, int], _GroupWork] = {}
@@ -272,6 +275,7 @@ class GroupProducer(EngineHost):
                 raise VerifierFailed(f"the environments of {self.actor_id}: {error}") from error
             await self._fail(work, f"environment: {error}")
         except FrozenFailed as error:
+            self._noted("frozen", error)
             await self._fail(work, f"frozen model {error}")
         except (EngineError, WireError, PromptTooLong) as error:
             # a dead engine ends the run of this actor instead of failing group after group
@@ -293,6 +297,8 @@ class GroupProducer(EngineHost):
             episodes = await self._respond(work, problem)
         else:
             episodes = await self._play(work, problem, self.parts.player)
+        if self._judges is not None:
+            await self._grade(work, self._judges, problem, episodes)
         scored, planes, size = time.time(), {}, config.rollout.group_size
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         if self._teacher is not None:
@@ -388,14 +394,43 @@ class GroupProducer(EngineHost):
         scores = []
         for result in results:
             if isinstance(result, VerifierError):
-                self._counts["verifier_errors"] += 1
-                self._counts[f"verifier_errors_{result.reason}"] += 1
-                self._verifier_errors[result.reason] = shortened(first_line(result), 300)
-                if self._config.task.verifier.on_error != "zero":
-                    raise result
+                self._refused(result)
                 result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), correct=0.0)
             scores.append(result)
         return scores
+
+    async def _grade(
+        self, work: _GroupWork, judges: Judges, problem: Problem, episodes: list[Episode]
+    ) -> None:
+        """Add what judges say of each episode to its rewards."""
+        self._enter(work, "verifying")
+        asked, tokenizer = time.monotonic(), self.parts.tokenizer
+        texts = [
+            dialogue(one.said)
+            if one.said
+            else tokenizer.decode(one.session.rows[0].response_ids, skip_special_tokens=True)
+            for one in episodes
+        ]
+        for name, values in (await judges.grade(problem, texts)).items():
+            for episode, value in zip(episodes, values, strict=True):
+                if isinstance(value, VerifierError):
+                    self._refused(value)
+                    value = 0.0
+                episode.rewards[name] = value
+        self._counts["judged"] += 1
+        self._counts["judging_ms"] += round(1000 * (time.monotonic() - asked))
+
+    def _noted(self, kind: str, error: Exception) -> None:
+        """Count an error, which the driver tells."""
+        self._counts["verifier_errors"] += 1
+        self._counts[f"verifier_errors_{kind}"] += 1
+        self._verifier_errors[kind] = shortened(first_line(error), 300)
+
+    def _refused(self, error: VerifierError) -> None:
+        """Count what could not be scored, and raise it unless it is worth 0."""
+        self._noted(error.reason, error)
+        if self._config.task.verifier.on_error != "zero":
+            raise error
 
     async def _send_outbox(self) -> None:
         """Put whatever is ready in one call, and wait a moment for more; what comes during the call

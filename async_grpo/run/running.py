@@ -134,7 +134,7 @@ class RunningSystem:
 
         async def start() -> None:
             nodes = {slot.node_id for slot in places.slots}
-            frozen = [one.path for one in config.frozen.values()]
+            frozen = [one.path for one in config.frozen_here.values()]
             models = (model_dir, config.model.reference, *frozen)
             await download_everywhere(models, nodes, note=listener.note)
             self.system = System(config, facts, places=places, listener=listener, saver=saver)

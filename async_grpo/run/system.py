@@ -191,7 +191,7 @@ class System:
                 device=placement.device,
                 backend=places.backend,
                 partials=self._partials.path,
-                frozen=self.frozen.handles,
+                frozen=self.frozen.handles | self.frozen.addresses,
             ),
             relays=self._relays,
         )

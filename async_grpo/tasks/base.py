@@ -92,22 +92,28 @@ class WarmsUp(Protocol):
 
 def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
     """Weight of every reward component: the configured ones (an unnamed component weighs 0), else
-    the task's own. Raises TaskError for a component that the task does not have, or no weight.
+    the task's own, and 1 for each judge. Raises TaskError for a component that the task does not
+    have, for no weight, and for a judge with the name of a component.
     """
+    if both := sorted(set(task.weights) & set(settings.judges)):
+        raise TaskError(
+            f"task.judges.{both[0]} has the name of a component of the task: give it another"
+        )
+    weights = task.weights | dict.fromkeys(settings.judges, 1.0)
     if not settings.rewards:
-        return dict(task.weights)
-    unknown = sorted(set(settings.rewards) - set(task.weights))
+        return weights
+    unknown = sorted(set(settings.rewards) - set(weights))
     if unknown:
         raise TaskError(
             f"task.rewards names {', '.join(unknown)}; the components of this task are "
-            f"{', '.join(sorted(task.weights))}"
+            f"{', '.join(sorted(weights))}"
         )
     if not any(settings.rewards.values()):
         raise TaskError(
             "task.rewards gives every component the weight 0, so that all responses are equal; "
             "give one of them a weight"
         )
-    return {name: settings.rewards.get(name, 0.0) for name in task.weights}
+    return {name: settings.rewards.get(name, 0.0) for name in weights}
 
 
 def refuse_rows(settings: schema.TaskConfig) -> None:
@@ -137,10 +143,12 @@ def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
         ) from error
 
 
-def check_score(score: object, components: Collection[str], counted: Collection[str] = ()) -> Score:
+def check_score(
+    score: object, components: Collection[str], counted: Collection[str] | None = ()
+) -> Score:
     """`score` with plain floats, and None for what is missing. counted: components of which it must
-    have one, by default any. Raises TypeError unless it is a Score of these components, ValueError
-    if not finite.
+    have one, by default any; None: it needs none, since judges grade it too. Raises TypeError
+    unless it is a Score of these components, ValueError if not finite.
     """
     if not isinstance(score, Score):
         raise TypeError(f"score() must return a Score, got {type(score).__name__}")
@@ -152,7 +160,7 @@ def check_score(score: object, components: Collection[str], counted: Collection[
         name: None if value is None else finite(name, value)
         for name, value in score.rewards.items()
     }
-    if all(rewards[name] is None for name in counted or components):
+    if counted is not None and all(rewards[name] is None for name in counted or components):
         raise TypeError(
             f"score() has no value for any of {sorted(counted or components)}; a response needs "
             "one of the components that have a weight"

@@ -43,3 +43,11 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             prompt, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     )
+
+
+def answered_ids(tokenizer: Any, prompt: Prompt, response: str) -> list[int]:
+    """Token ids of a prompt with its response: chat messages through the chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt + response)["input_ids"])
+    messages = [*prompt, {"role": "assistant", "content": response}]
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))

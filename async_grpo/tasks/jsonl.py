@@ -1,5 +1,5 @@
 """A user's own rows: `prompt` (text) or `messages` (chat), and `answer`; `rewards` and `solution`
-are optional.
+are optional, and with judges (`task.judges`) so is `answer`.
 
 Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared.
 Reward `correct`: 1 if the response matches `answer`; else the largest value among the answers in
@@ -36,11 +36,14 @@ class Jsonl(RowTask):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._match = parse_options(JsonlOptions, settings).match
+        self._judged = bool(settings.judges)
 
     def problem(self, row: dict[str, Any]) -> Problem:
         """Parse prompt, answers and solution; see `RowTask.problem`."""
         if "answer" not in row and isinstance(row.get("reward_model"), dict):
             raise BadRow(VERL)
+        if self._judged and row.get("answer") is None:
+            return Problem(_prompt(row), None)
         answer, partial = _answer(row), row.get("rewards") or {}
         if not isinstance(partial, dict) or not all(
             isinstance(value, int | float) and math.isfinite(value) for value in partial.values()
@@ -62,6 +65,8 @@ class Jsonl(RowTask):
 
     def score(self, response: str, reference: Any) -> Score:
         """Compare the stripped response with the answers of the row."""
+        if reference is None:
+            return Score({"correct": None}, None)
         response = response.strip()
         if self._matches(response, reference["answer"]):
             return Score({"correct": 1.0}, 1.0)

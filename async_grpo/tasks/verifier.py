@@ -49,6 +49,7 @@ class VerifierPool(ChildPool[_Verifier]):
         self.spent = {"verified": 0.0, "verifying_s": 0.0}
         """Responses that were answered for, and the children's seconds for them."""
         self._timeout = settings.verifier.timeout_s
+        self._counted = None if settings.judges else ()
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for place in range(settings.verifier.workers):
             self._free.put_nowait(place)
@@ -135,7 +136,8 @@ class VerifierPool(ChildPool[_Verifier]):
             await child.send(head + b"".join(bodies), self._timeout)
             while len(done) < len(bodies):
                 child.asked = time.monotonic()
-                done.append(_outcome(await child.receive(self._timeout), child.greeting))
+                message = await child.receive(self._timeout)
+                done.append(_outcome(message, child.greeting, self._counted))
                 if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
                     break
             else:
@@ -150,11 +152,13 @@ class VerifierPool(ChildPool[_Verifier]):
         return done
 
 
-def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:
+def _outcome(
+    message: list[Any], components: list[str], counted: tuple[str, ...] | None
+) -> Score | VerifierError:
     """Parse a child's answer. Checked again, since task code in the child may have written it."""
     try:
         if message[0] == "ok" and len(message) == 3:
-            return check_score(Score(message[1], message[2]), components)
+            return check_score(Score(message[1], message[2]), components, counted)
         if message[0] in VerifierPool.REASONS:
             return VerifierError(message[0], str(message[1])[:_LONGEST_DETAIL])
     except (TypeError, ValueError, OverflowError) as error:

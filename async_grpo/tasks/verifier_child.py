@@ -25,7 +25,7 @@ def main() -> None:
     task, told = parent.task(lambda task, told: task)
     settings, components = told["settings"], sorted(task.weights)
     weights = settings["rewards"] or task.weights
-    counted = [name for name in components if weights.get(name)]
+    counted = None if settings["judges"] else [one for one in components if weights.get(one)]
     while (batch := parent.receive()) is not None:
         for response, reference in batch:
             _limit_cpu(settings["verifier"]["timeout_s"])
@@ -43,7 +43,7 @@ def _limit_cpu(timeout_s: float) -> None:
 
 
 def _score(
-    task: Any, components: list[str], counted: list[str], response: str, reference: Any
+    task: Any, components: list[str], counted: list[str] | None, response: str, reference: Any
 ) -> list[Any]:
     """["ok", rewards, correct], or [reason, detail]."""
     from async_grpo.tasks.base import check_score

@@ -16,7 +16,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.teacher import FrozenFailed
+from async_grpo.rollout.frozen import FrozenFailed
 
 ASKED = [([1, 2], [3, 4, 5])]
 

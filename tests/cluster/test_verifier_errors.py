@@ -52,3 +52,23 @@ async def test_the_first_error_of_a_kind_is_said_and_every_tenfold_count() -> No
         what = f"Error{number}"
         await errors.tell()
     assert len(said) == 20 + 4, "a program that invents classes does not fill the log"
+
+
+@pytest.mark.asyncio
+async def test_a_frozen_model_is_no_verifier() -> None:
+    said: list[str] = []
+
+    async def metrics() -> dict[str, float]:
+        return {"rollout/verifier_errors_frozen": 12.0}
+
+    reports = SimpleNamespace(verifier_errors=lambda: {"frozen": "gpt: no connection"})
+    queue = SimpleNamespace(metrics=metrics, reports=reports)
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}})
+    errors = VerifierErrors(config, queue, SimpleNamespace(note=said.append), None)
+    for _ in range(2):
+        await errors.tell()
+    assert [line.split(" (")[0] for line in said] == [
+        "a frozen model gave no answer, the group is issued again: gpt: no connection; the next "
+        "ones like this are only counted",
+        "frozen models have failed 12 times by frozen",
+    ]

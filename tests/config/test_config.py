@@ -540,9 +540,45 @@ algorithm.distill.teacher=big
 'frozen={Big: {path: a/b}}'
     frozen
 'frozen={big: {}}'
-    frozen.big.path
+    `frozen.big` needs a `path`, or a `url`
 'frozen={big: {path: a/b}}' algorithm.distill.teacher=big rollout.temperature=0.7
     `rollout.temperature` is 0.7 | it is 1
+'frozen={big: {path: a/b}}' 'task.judges={nice: {model: small}}'
+    `task.judges.nice.model` is small | no model of that name; there are: big
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big}, b: {model: big, kind: reward_model}}'
+    `frozen.big` is a reward model for `task.judges.b.model`
+'frozen={big: {path: a/b, url: "http://h/v1"}}' 'task.judges={a: {model: big}}'
+    `frozen.big` needs a `path`, or a `url` | not both
+'frozen={big: {url: "http://h/v1"}}' 'task.judges={a: {model: big}}'
+    `frozen.big.served_name` is missing
+'frozen={big: {url: "http://u:p@h/v1", served_name: m}}' 'task.judges={a: {model: big}}'
+    `frozen.big.url` must be http:// or https:// | without a password
+'frozen={m: {url: "http://h", served_name: m, dtype: float32}}' 'task.judges={a: {model: m}}'
+    `frozen.m.dtype` has no effect on a model at an address
+'frozen={m: {pth: a/b}}'
+    `frozen.m.pth` is not a setting | Did you mean `frozen.m.path`?
+'frozen={m: {path: a/b, engine: {zzz: 1}}}'
+    `frozen.m.engine.zzz` is not a setting | The keys of `frozen.m.engine` are tensor_parallel_size
+'frozen={m: {path: a/b, retries: 1}}' 'task.judges={a: {model: m}}'
+    `frozen.m.retries` has no effect without `url`
+'frozen={big: {url: "h/v1", served_name: m}}' 'task.judges={a: {model: big}}'
+    `frozen.big.url` must be http:// or https://
+'frozen={big: {url: "http://h/v1", served_name: m}}' algorithm.distill.teacher=big
+    `algorithm.distill.teacher` is big, which is behind an address
+'frozen={m: {url: "http://h", served_name: m}}' 'task.judges={a: {model: m, kind: reward_model}}'
+    `task.judges.a.model` is m, which is behind an address
+'frozen={m: {path: a/b}}' 'task.judges={a: {model: m, kind: reward_model, prompt: "{response}"}}'
+    `task.judges.a.prompt` has no effect on a judge of kind reward_model
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big, clip: 3.0}}'
+    `task.judges.a.clip` has no effect on a judge of kind pointwise
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big, kind: pairwise, scale: [1, 3]}}'
+    `task.judges.a.scale` has no effect on a judge of kind pairwise
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big, scale: [3, 3]}}'
+    `task.judges.a.scale` is [3, 3]
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big, prompt: "Grade."}}'
+    `task.judges.a.prompt` does not contain {response}
+'frozen={big: {path: a/b}}' 'task.judges={a: {model: big, kind: pairwise, prompt: "{first}"}}'
+    `task.judges.a.prompt` does not contain {second}
 algorithm.distill.coef=0.5
     `algorithm.distill.coef` is 0.5 | no effect while `algorithm.distill.teacher` is null
 """),

@@ -339,11 +339,12 @@ def test_a_machine_whose_cores_are_all_engines_gets_a_verdict_too(
     assert [watch.observe(line) for line in busy][-1] is not None
 
 
-def test_a_teacher_that_takes_longer_than_generating_is_named() -> None:
+@pytest.mark.parametrize("whom", ["teacher", "judge"])
+def test_a_frozen_model_that_takes_longer_than_generating_is_named(whom: str) -> None:
     scenario = replace(BASE, learner_s=0.5, actors=2)
     lines = simulate(scenario, checked=False).lines[SKIPPED - 1 : -SKIPPED]
-    for teacher_s, named in ((0.01, False), (50.0, True)):
+    for seconds, named in ((0.01, False), (50.0, True)):
         watch = BottleneckWatch(scenario.workload(), min_steps=len(lines) - 1, min_s=0.0)
-        *_, verdict = [watch.observe(line | {"rollout/teacher_s": teacher_s}) for line in lines]
+        *_, verdict = [watch.observe(line | {f"rollout/{whom}_s": seconds}) for line in lines]
         assert verdict is not None
-        assert ("a group waits 50 s for its teacher" in verdict.text) is named
+        assert (f"a group waits 50 s for its {whom}" in verdict.text) is named

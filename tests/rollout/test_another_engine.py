@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.actor_reports import ActorReport
@@ -78,6 +79,9 @@ class PlainEngine:
     def cut_off(self, name: str) -> int:
         return 0
 
+    async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
+        return [0.0] * len(sequences)
+
     async def score(
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
@@ -137,6 +141,9 @@ class PlainKind:
 
     def max_num_seqs(self, config: Config, *, device: str) -> int | None:
         return 7
+
+    def serving(self, settings: EngineConfig, *, scores: bool) -> EngineConfig:
+        return settings
 
     def begin(self, device: str, *, cores: Collection[int] = ()) -> Any:
         self.events.append("begin")

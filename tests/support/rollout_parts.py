@@ -146,15 +146,18 @@ def actor_of(
     adv_estimator: str = "grpo",
     seeded: bool = False,
     teacher: Any = None,
+    judge: Any = None,
 ) -> GroupProducer:
     distilled = {} if teacher is None else {"distill": {"teacher": "teacher"}}
+    judges = {} if judge is None else {"nice": {"model": "judge"}}
+    models = {"teacher": teacher, "judge": judge}
     config = Config.model_validate(
         {
             "algorithm": {"adv_estimator": adv_estimator, **distilled},
-            "frozen": {} if teacher is None else {"teacher": {"path": "t"}},
+            "frozen": {name: {"path": "t"} for name, one in models.items() if one is not None},
             "run": {"total_steps": 2},
             "model": {"path": "m"},
-            "task": {"verifier": {"on_error": on_error}},
+            "task": {"verifier": {"on_error": on_error}, "judges": judges},
             "rollout": {
                 "rollout_batch_size": 2,
                 "group_size": 2,
@@ -166,13 +169,7 @@ def actor_of(
         }
     )
     actor = GroupProducer(
-        config,
-        actor_id="a",
-        queue=parts,
-        model_dir="m",
-        device="cpu",
-        cores=(),
-        frozen={"teacher": teacher},
+        config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=(), frozen=models
     )
     actor._parts = LoadedParts(
         engine=parts, tokenizer=Tokenizer(), task=Task(), verifiers=parts, evaluator=None

@@ -729,6 +729,33 @@ def test_a_task_that_makes_its_problems_takes_no_rows(key, name):
         load_task(settings, 0)
 
 
+def test_judges_are_components_with_weight_1_unless_another_is_set():
+    task = Arithmetic(schema.TaskConfig(), 0)
+    judges = {"nice": {"model": "critic"}}
+    given = schema.TaskConfig.model_validate({"judges": judges})
+    assert task_weights(given, task) == {"correct": 1.0, "format": 0.0, "nice": 1.0}
+    weighed = schema.TaskConfig.model_validate({"judges": judges, "rewards": {"correct": 1.0}})
+    assert task_weights(weighed, task) == {"correct": 1.0, "format": 0.0, "nice": 0.0}
+    both = schema.TaskConfig.model_validate({"judges": {"format": {"model": "critic"}}})
+    with pytest.raises(TaskError, match=r"task.judges.format has the name of a component"):
+        task_weights(both, task)
+
+
+def test_judged_rows_need_no_answer(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a poem"}\n{"prompt": "b", "answer": "c"}\n')
+    plain = {"name": "jsonl", "train": str(rows)}
+    with pytest.raises(TaskError, match="answer"):
+        len(load_task(schema.TaskConfig(**plain), 0))
+    judged = {**plain, "judges": {"nice": {"model": "critic"}}}
+    task = load_task(schema.TaskConfig.model_validate(judged), 0)
+    assert [task.train(index).reference for index in range(2)] == [
+        None,
+        {"answer": "c", "rewards": {}},
+    ]
+    assert task.score("anything", None) == Score({"correct": None}, None)
+
+
 def test_weights_that_are_all_nothing_are_refused():
     task = load_task(schema.TaskConfig(), 0)
     with pytest.raises(TaskError, match="gives every component the weight 0"):

@@ -338,6 +338,21 @@ async def test_start_says_why_it_failed():
         await VerifierPool(settings(memory_mb=1), seed=0, cpu=None).start()
 
 
+@pytest.mark.parametrize("judges", [{}, {"nice": {"model": "critic"}}])
+async def test_a_response_without_any_reward_is_for_judges_alone(judges):
+    given = {"name": "jsonl", "train": "x", "judges": judges}
+    pool = VerifierPool(schema.TaskConfig.model_validate(given), seed=0)
+    await pool.start()
+    try:
+        [outcome] = await pool.score_many([("a poem", None)])
+    finally:
+        await pool.close()
+    if judges:
+        assert outcome == Score({"correct": None}, None)
+    else:
+        assert outcome.reason == "wrong_type"
+
+
 async def test_built_in_task_through_the_pool():
     pool = VerifierPool(
         schema.TaskConfig(name="gsm8k", verifier=schema.Verifier(timeout_s=30.0)), seed=0, cpu=None

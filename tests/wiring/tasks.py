@@ -14,6 +14,7 @@ from unittest import mock
 
 from safetensors.torch import load_file
 
+from async_grpo.config.frozen import Judge
 from async_grpo.config.schema import Config
 from async_grpo.contrib.warm_start import cache as warm_start_cache
 from async_grpo.contrib.warm_start import model as warm_start_model
@@ -128,6 +129,7 @@ WIRES = [
     Wire("task.eval", rows("evals", 7), posed, DATA),
     Wire("task.options", {"match": "contains"}, posed, DATA),
     Wire("task.rewards", {"format": 2.0}, posed),
+    Wire("task.judges", {"nice": Judge(model="critic")}, posed, unchecked=True),
     Wire("task.max_bad_fraction", 0.5, posed, {**DATA, "task.train": rows("bad", 6, 2)}),
     Wire("evaluation.max_samples", 3, posed),
     Wire("evaluation.task", {"name": "jsonl", "eval": rows("other", 4)}, posed),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 from async_grpo.weights.transport import Announcement, Receipt, WeightSender, parse_label
 from async_grpo.wire.codec import VersionSpan
@@ -65,6 +66,7 @@ class Completion:
 class Sampling:
     """Sampling parameters; `seed` None draws from the engine's own generator.
     repetition: (longest pattern, times) after which a response ends. ignore_eos: no token ends it.
+    schema: JSON schema that the response must have.
     """
 
     n: int
@@ -75,6 +77,7 @@ class Sampling:
     seed: int | None = None
     repetition: tuple[int, int] | None = None
     ignore_eos: bool = False
+    schema: dict[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -130,6 +133,11 @@ class Engine(Protocol):
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
+
+    async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
+        """Score of the last token of each sequence, without activation, by a sequence classifier
+        with one label; nothing else is to be had of one.
+        """
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare for publications (where they are pushed: join the group, as the learner does)."""
@@ -191,6 +199,9 @@ class EngineKind(Protocol):
 
     def max_num_seqs(self, config: Config, *, device: str) -> int | None:
         """Responses that one engine generates at the same time; None where the library chooses."""
+
+    def serving(self, settings: EngineConfig, *, scores: bool) -> EngineConfig:
+        """Return the settings of an engine that scores sequences, or answers by a schema."""
 
     def begin(self, device: str, *, cores: Collection[int] = ()) -> Any:
         """Begin what `start` will need, on these cores or any; called before torch is imported."""

@@ -23,7 +23,7 @@ from async_grpo.learner.division import GPU_GATHER_BYTES
 from async_grpo.learner.experts import expert_share
 from async_grpo.learner.model import PolicyModel, model_class
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.teacher import engine_config
+from async_grpo.rollout.frozen import engine_config
 from async_grpo.runtime.parts import needed
 from async_grpo.weights.layout import AHEAD_BYTES
 from async_grpo.weights.transport import PACKED_BYTES
@@ -288,7 +288,7 @@ def engine_memory(
 def frozen_memory(config: Config, *, device: str, backend: str) -> dict[str, EngineMemory]:
     """Memory of the engine of each frozen model, by name."""
     found = {}
-    for name in config.frozen:
+    for name in config.frozen_here:
         own = engine_config(config, name)
         cache = ENGINE.kv_cache_gb(own, device=device, backend=backend)
         found[name] = engine_memory(own, _shape_of(own), device=device, kv_cache_gb=cache)

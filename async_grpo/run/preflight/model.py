@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from async_grpo.cluster.addresses import addresses
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.environments.base import HasEnvironment, HasPlayers
 from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine.base import stop_tokens
-from async_grpo.rollout.teacher import engine_config
+from async_grpo.rollout.frozen import engine_config
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -172,32 +173,45 @@ def check_fit(
             raise SetupError(f"evaluation.task: {error}") from error
     if config.model.path is not None:
         yield from check_architecture(config, model, learner=not of_evaluation)
-    for name in config.frozen:
+    addresses(config)
+    for name in config.frozen_here:
         try:
-            _check_frozen(engine_config(config, name), model, tokenizer)
+            _check_frozen(config, name, model, tokenizer)
         except SetupError as error:
             raise SetupError(f"frozen.{name}: {error}") from error
 
 
-def _check_frozen(config: Config, policy: str, tokenizer: Any) -> None:
-    """Check a frozen model that judges the tokens of the policy. config: of its engine. Raises
-    SetupError.
-    """
+def _check_frozen(run: Config, name: str, policy: str, tokenizer: Any) -> None:
+    """Check a frozen model for what it is used for. Raises SetupError."""
+    config = engine_config(run, name)
     model = str(config.model.path)
+    kinds = {judge.kind for judge in run.task.judges.values() if judge.model == name}
     with quiet_hub():
-        architecture = _architecture(model)
+        architecture = _architecture(model, scores="reward_model" in kinds)
         other = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if mine != theirs:
+    if run.algorithm.distill.teacher == name and mine != theirs:
         differ = len(mine.items() ^ theirs.items())
         raise SetupError(
             f"{model} has another vocabulary than {policy} ({counted(differ, 'token')} of one "
             "mean something else in the other): use a model with the policy's tokenizer"
         )
+    if kinds - {"reward_model"} and not getattr(other, "chat_template", None):
+        raise SetupError(
+            f"{model} is asked as a judge, in chat messages, and its tokenizer has no chat "
+            "template: use an instruction-tuned model"
+        )
+    limit = _limit(architecture)
+    if kinds and isinstance(limit, int) and config.rollout.longest_row > limit:
+        raise SetupError(
+            f"it is asked texts of {config.rollout.longest_row - 1} tokens, and {model} has "
+            f"{limit} positions: set frozen.{name}.context_length to at most {limit - 1}"
+        )
     _check_positions(config, model, architecture)
     if Path(model).is_dir():
         list(_check_weights(Path(model)))
-    list(check_architecture(config, model, learner=False))
+    if "reward_model" not in kinds:  # a trial generates
+        list(check_architecture(config, model, learner=False))
 
 
 def _outside_notes(config: Config, task: Task) -> Iterator[str]:
@@ -324,8 +338,10 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(index.with_name(name) for name in names)
 
 
-def _architecture(model: str) -> dict[str, Any]:
-    """Return the model's `config.json`, of its language model where it has several."""
+def _architecture(model: str, *, scores: bool = False) -> dict[str, Any]:
+    """Return the model's `config.json`, of its language model where it has several. scores: whether
+    it is to be a sequence classifier with one label.
+    """
     from transformers.utils import cached_file
 
     try:
@@ -345,6 +361,15 @@ def _architecture(model: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SetupError(f"`model.path` is {model}, whose config.json is no JSON object")
     names = [name for name in values.get("architectures") or [] if isinstance(name, str)]
+    labels = values.get("num_labels", len(values.get("id2label", "12")))
+    classifies = any(name.endswith("ForSequenceClassification") for name in names)
+    if scores and not (classifies and labels == 1):
+        found = f"with {counted(labels, 'label')}" if classifies else ", ".join(names)
+        raise SetupError(
+            f"{model} is a model {found}: a reward model is a sequence classifier with one label"
+        )
+    if scores:
+        return values
     if values.get("is_encoder_decoder") or (names and all(map(_OTHER_HEAD.search, names))):
         raise SetupError(
             f"`model.path` is {model}, a {', '.join(names) or values.get('model_type')}, which "

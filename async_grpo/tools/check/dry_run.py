@@ -152,7 +152,7 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             refused += too_large(config, shape, placement, backend=backend, gpu_bytes=memory)
             if device == "cpu" and found.cluster is None and assumed is None:
                 warnings += _short_of_memory(needed_bytes(config, shape, placement, backend))
-    places = _placement(found, placement, backend, assumed is not None, list(config.frozen))
+    places = _placement(found, placement, backend, assumed is not None, list(config.frozen_here))
     console.summary("placement", list(places))
     if placement is not None:
         warnings += _warnings(config, placement)

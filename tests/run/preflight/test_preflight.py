@@ -26,6 +26,7 @@ from async_grpo.run.preflight.model import SAMPLE, SOME_ROWS, _check_weights, ch
 from async_grpo.run.trainer import Trainer
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
+from tests.support.judge_models import write_judge, write_reward_model
 from tests.support.models import write_model
 
 
@@ -661,6 +662,39 @@ def test_a_teacher_has_room_for_the_longest_row_and_one_token(good: Path, tmp_pa
     with pytest.raises(SetupError, match=r"frozen.big: .* max_position_embeddings 24"):
         taught(good, short)  # rows of 12 + 12
     assert taught(good, short, response_length=11) == []
+
+
+def judged(model: Path, judge: str, kind: str = "pointwise", **frozen: Any) -> list[str]:
+    wanted = Config.model_validate(
+        config(model).model_dump()
+        | {
+            "frozen": {"critic": {"path": judge, **frozen}},
+            "task": {"judges": {"nice": {"model": "critic", "kind": kind}}},
+        }
+    )
+    return list(check_fit(wanted, str(model), load_task(wanted.task, wanted.seed)))
+
+
+def test_a_judge_has_a_chat_template_and_room_for_what_it_is_asked(
+    good: Path, tmp_path: Path
+) -> None:
+    judge = write_judge(tmp_path / "judge")
+    assert judged(good, judge) == []
+    short = write_judge(tmp_path / "short", positions=512)
+    with pytest.raises(SetupError, match=r"frozen.critic: .* of 1072 tokens, .* 512 positions"):
+        judged(good, short)
+    assert judged(good, short, context_length=511) == []
+    with pytest.raises(SetupError, match=r"frozen.critic: .* has no chat template"):
+        judged(good, str(good))
+
+
+def test_a_reward_model_is_a_classifier_with_one_label(good: Path, tmp_path: Path) -> None:
+    assert judged(good, write_reward_model(tmp_path / "one"), "reward_model") == []
+    two = write_reward_model(tmp_path / "two", labels=2)
+    with pytest.raises(SetupError, match=r"frozen.critic: .* with 2 labels: a reward model"):
+        judged(good, two, "reward_model")
+    with pytest.raises(SetupError, match=r"frozen.critic: .* Qwen2ForCausalLM: a reward model"):
+        judged(good, str(good), "reward_model")
 
 
 def test_a_teacher_without_its_weights_is_refused(good: Path, tmp_path: Path) -> None:

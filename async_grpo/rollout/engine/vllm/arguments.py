@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
@@ -106,6 +107,16 @@ def engine_arguments(
             config, weights=weight_bytes(model_dir), kv_cache_gb=memory or 0.0, gpu_bytes=gpu_bytes
         )
     return arguments | settings.vllm
+
+
+def serving(settings: EngineConfig, *, scores: bool) -> EngineConfig:
+    """See `EngineKind.serving`."""
+    own: dict[str, Any] = {"skip_tokenizer_init": False}  # vLLM wants the words for both
+    if scores:
+        own["runner"] = "pooling"
+    else:  # blanks between the parts of JSON would have no end at times
+        own["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+    return settings.unchecked_copy(update={"vllm": settings.vllm | own})
 
 
 def trial_arguments(config: Config, *, model: str, device: str) -> dict[str, Any]:

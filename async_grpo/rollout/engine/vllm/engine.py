@@ -276,11 +276,17 @@ class VllmEngine:
     ) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
-        from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+        from vllm.sampling_params import (
+            RepetitionDetectionParams,
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
         options = asdict(sampling)
         options.pop("repetition")
+        if schema := options.pop("schema"):
+            options["structured_outputs"] = StructuredOutputsParams(json=schema)
         if sampling.repetition:
             longest, times = sampling.repetition
             options["repetition_detection"] = RepetitionDetectionParams(longest, 1, times)
@@ -380,6 +386,23 @@ class VllmEngine:
             )
 
         return await asyncio.gather(*[one(*pair) for pair in sequences])
+
+    async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
+        """See `Engine.classify`."""
+        from vllm import PoolingParams
+
+        params = PoolingParams(task="classify", use_activation=False)
+
+        async def one(tokens: list[int]) -> float:
+            self._requests += 1
+            name, final = f"c{self._requests}", None
+            async for output in self._llm.encode({"prompt_token_ids": tokens}, params, name):
+                final = output
+            if final is None or final.outputs.data.numel() != 1:
+                raise EngineError("a reward model gave no score, or more than one")
+            return float(final.outputs.data.item())
+
+        return await asyncio.gather(*[one(tokens) for tokens in sequences])
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the workers for publications (NCCL: join the group, when the learner does)."""

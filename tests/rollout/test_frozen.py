@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.teacher import FrozenFailed, engine_config, teacher_logprobs
+from async_grpo.rollout.frozen import FrozenFailed, engine_config, teacher_logprobs
 from async_grpo.wire.codec import Row, VersionSpan, decode_group
 from tests.support.rollout_parts import Parts, actor_of
 
@@ -122,3 +122,31 @@ def test_the_engine_of_a_frozen_model_has_room_for_the_token_that_it_samples(
     assert own.rollout.longest_row == config.rollout.longest_row + 1
     assert (own.model.path, own.model.dtype, own.model.lora) == ("other", "float32", None)
     assert own.cluster.engine.max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "longest"),
+    [
+        ("pointwise", None, 2 * 24 + 1024 + 1),
+        ("reward_model", None, 24 + 64 + 1),
+        ("pairwise", 300, 301),
+        ("reward_model", 5, 6),
+    ],
+)
+def test_the_engine_of_a_judge_has_room_for_what_it_is_asked(
+    kind: str, given: int | None, longest: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "policy"},
+            "frozen": {"m": {"path": "other", "context_length": given}},
+            "task": {"judges": {"nice": {"model": "m", "kind": kind}}},
+            "rollout": {"prompt_length": 8, "response_length": 16},
+        }
+    )
+    own = engine_config(config, "m")
+    assert own.rollout.longest_row == longest
+    scores = kind == "reward_model"
+    assert (own.cluster.engine.vllm.get("runner") == "pooling") is scores
+    assert ("structured_outputs_config" in own.cluster.engine.vllm) is not scores

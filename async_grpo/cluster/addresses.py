@@ -1,0 +1,92 @@
+"""Frozen models behind OpenAI-compatible addresses.
+
+    rollout actor: Address.answer --few at once, repeated--> POST chat/completions
+
+Runs in: rollout actors; made in the driver, which reads the key. Hides the client (`openai`), which
+repeats what may pass (429, 5xx, no connection, no answer) and waits as long as the server asks for.
+Invariant: the key stands in no message, file or settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import cached_property
+from typing import Any
+
+from async_grpo.config.frozen import FrozenModel
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.rollout.frozen import FrozenFailed, Question
+from async_grpo.runtime.text import shortened
+
+_LONGEST = 300
+
+
+def addresses(config: Config) -> dict[str, Address]:
+    """Return the frozen models that are behind addresses, by name. Raises SetupError for a key that
+    is not in the environment.
+    """
+    found = {}
+    for name, model in config.frozen.items():
+        if model.url is not None:
+            key = "" if model.api_key_env is None else os.environ.get(model.api_key_env, "")
+            if model.api_key_env is not None and not key:
+                raise SetupError(
+                    f"frozen.{name}.api_key_env is {model.api_key_env}, which is not set where the "
+                    "run starts: export it (with `ray job submit`: --runtime-env-json)"
+                )
+            found[name] = Address(name, model, key)
+    return found
+
+
+class Address:
+    """A model for a rollout actor that answers: see `Answerer`."""
+
+    def __init__(self, name: str, model: FrozenModel, key: str) -> None:
+        self._name, self._model = name, model
+        self._key = key
+
+    async def answer(self, question: Question) -> str:
+        """See `Answerer.answer`."""
+        from openai import OpenAIError
+
+        async with self._places:
+            try:
+                done = await self._client.chat.completions.create(
+                    model=self._model.served_name,
+                    messages=question.messages,
+                    temperature=0.0,
+                    max_tokens=question.max_tokens,
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {
+                            "name": "verdict",
+                            "schema": question.schema,
+                            "strict": True,
+                        },
+                    },
+                )
+                return str(done.choices[0].message.content or "")
+            # the client's own; or the answer is a page, or JSON of another kind
+            except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
+                said = f"{type(error).__name__}: {error}"
+                if self._key:
+                    said = said.replace(self._key, "***")
+                short = shortened(" ".join(said.split()), _LONGEST)
+                raise FrozenFailed(f"{self._name}: {short}") from None
+
+    @cached_property
+    def _places(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self._model.max_concurrency)
+
+    @cached_property
+    def _client(self) -> Any:
+        from openai import AsyncOpenAI  # a second, and only where it is used
+
+        return AsyncOpenAI(
+            base_url=self._model.url,
+            api_key=self._key or "none",
+            timeout=self._model.timeout_s,
+            max_retries=self._model.retries,
+        )

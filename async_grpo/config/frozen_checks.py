@@ -1,0 +1,97 @@
+"""Rules of frozen models and of the judges that ask them.
+
+Runs in: any process. Invariant: as of `checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from async_grpo.config.frozen import FrozenModel
+from async_grpo.config.schema import Config
+from async_grpo.config.section import Section
+from async_grpo.config.vllm_keys import refused_arguments
+
+
+def frozen_models(config: Config) -> Iterator[str]:
+    """Find frozen models that nobody uses, or that cannot do what they are used for."""
+    used = {"algorithm.distill.teacher": config.algorithm.distill.teacher}
+    used |= {f"task.judges.{name}.model": judge.model for name, judge in config.task.judges.items()}
+    for key, model in used.items():
+        if model is not None and model not in config.frozen:
+            there = ", ".join(config.frozen) or "none"
+            yield f"`{key}` is {model}, and `frozen` has no model of that name; there are: {there}."
+    for name, one in config.frozen.items():
+        yield from _frozen_model(config, name, one, [key for key, of in used.items() if of == name])
+
+
+def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]) -> Iterator[str]:
+    """Check one of them. used: the settings that name it."""
+    kinds = {
+        config.task.judges[key.split(".")[2]].kind if key.startswith("task.") else "teacher": key
+        for key in used
+    }
+    if len(kinds) > 1 and "reward_model" in kinds:
+        yield (
+            f"`frozen.{name}` is a reward model for `{kinds['reward_model']}` and generates for "
+            "others: give each a model of its own."
+        )
+    if (model.path is None) == (model.url is None):
+        yield f"`frozen.{name}` needs a `path`, or a `url` with `served_name`, and not both."
+    elif model.url is not None:
+        for kind in ("teacher", "reward_model"):
+            if kind in kinds:
+                yield (
+                    f"`{kinds[kind]}` is {name}, which is behind an address: log-probs and scores "
+                    "need an engine of the run; give it a `path`."
+                )
+        address = urlsplit(model.url)
+        if address.scheme not in ("http", "https") or not address.hostname or address.username:
+            yield (
+                f"`frozen.{name}.url` must be http:// or https://, a host and a path, without a "
+                "password (`api_key_env` names the variable with a key)."
+            )
+        for key in _changed(model, {"dtype", "context_length", "engine"}):
+            yield f"`frozen.{name}.{key}` has no effect on a model at an address: remove it."
+        if model.served_name is None:
+            yield f"`frozen.{name}.served_name` is missing: the model's name at its address."
+    else:
+        for key in _changed(model, {"served_name", "api_key_env", "max_concurrency", "retries"}):
+            yield f"`frozen.{name}.{key}` has no effect without `url`: remove it."
+        if model.engine.sleep is True:
+            yield f"`frozen.{name}.engine.sleep` is true, but a frozen model has no turn to wait."
+        for argument, why in refused_arguments(model.engine.vllm):
+            yield f"`frozen.{name}.engine.vllm.{argument}` {why}."
+    if not used:
+        yield (
+            f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher` or "
+            "`task.judges.NAME.model`, or remove it."
+        )
+
+
+def _changed(section: Section, keys: set[str]) -> list[str]:
+    """Return those of the keys that have another value than by default."""
+    fields = type(section).model_fields
+    default = {key: fields[key].get_default(call_default_factory=True) for key in keys}
+    return sorted(key for key in keys if getattr(section, key) != default[key])
+
+
+def judges(config: Config) -> Iterator[str]:
+    """Find settings of a judge that contradict each other."""
+    for name, judge in config.task.judges.items():
+        key, kind = f"task.judges.{name}", judge.kind
+        of = {"pointwise": {"criteria", "scale"}, "reward_model": {"mean", "std", "clip"}}
+        asked = {"prompt", "reasoning", "max_tokens"}
+        others = set().union(*(keys for each, keys in of.items() if each != kind))
+        if kind == "reward_model":
+            others |= asked
+        for one in _changed(judge, others):
+            yield f"`{key}.{one}` has no effect on a judge of kind {kind}: remove it."
+        if judge.scale[0] >= judge.scale[1] or judge.scale[1] - judge.scale[0] > 100:
+            yield f"`{key}.scale` is {judge.scale}: the lowest grade, then a higher one, 100 apart."
+        if kind == "pairwise" and config.rollout.group_size < 2:
+            yield f"`{key}` compares responses of a group: `rollout.group_size` must be at least 2."
+        wanted = ("{first}", "{second}") if kind == "pairwise" else ("{response}",)
+        if judge.prompt is not None and (lacks := [w for w in wanted if w not in judge.prompt]):
+            yield f"`{key}.prompt` does not contain {' and '.join(lacks)}."

@@ -1,0 +1,122 @@
+"""Frozen models as rollout actors see them, and with which settings their engines start.
+
+    rows --prompt, response of each--> Teacher --log-probs--> those of the sampled tokens -> plane
+
+Runs in: rollout actors, after the group is scored; settings also in the driver. Knows no process:
+`cluster.frozen_models` has those. Invariant: a group either has a finite
+log-prob of a teacher for every sampled token, or is failed. Judges: see `rollout.judges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_grpo.config.schema import Config
+from async_grpo.rollout.engine.base import stop_tokens
+from async_grpo.rollout.engine.choice import ENGINE
+from async_grpo.tasks.base import Prompt
+from async_grpo.wire.groups import Row
+
+TEMPLATE, INSTRUCTIONS = 64, 1024
+"""Tokens of a chat template around a row, and of what a judge is told."""
+
+
+class FrozenFailed(RuntimeError):
+    """A frozen model does not answer: the group is issued again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a model is asked: chat messages, and the JSON schema that its answer must have."""
+
+    messages: list[dict[str, str]]
+    schema: dict[str, Any]
+    max_tokens: int
+
+
+class Teacher(Protocol):
+    """A frozen model with the policy's vocabulary. Raises FrozenFailed, as all of them."""
+
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """Log-probs [L] float32 at temperature 1 of each response, behind its prompt, both as token
+        ids.
+        """
+
+
+class Answerer(Protocol):
+    """A frozen model that generates."""
+
+    async def answer(self, question: Question) -> str:
+        """Answer at temperature 0; the text follows the schema unless it was cut off."""
+
+
+class RewardModel(Protocol):
+    """A frozen sequence classifier."""
+
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """Score of the last token of each response, behind its prompt, without activation."""
+
+
+def engine_config(config: Config, name: str) -> Config:
+    """Return the settings with which the engine of a frozen model starts. Its context is one token
+    longer than asked for, since an engine that scores samples one token.
+    """
+    frozen, rollout = config.frozen[name], config.rollout
+    kinds = {one.kind for one in config.task.judges.values() if one.model == name}
+    context = frozen.context_length or rollout.longest_row
+    if kinds and frozen.context_length is None:
+        context = context + TEMPLATE if "reward_model" in kinds else 2 * context + INSTRUCTIONS
+    longest = "response_length" if rollout.context_length is None else "context_length"
+    longer = {longest: context + 1 - rollout.prompt_length}
+    engine = frozen.engine
+    if kinds:
+        engine = ENGINE.serving(engine, scores="reward_model" in kinds)
+    model: dict[str, object] = {
+        "path": frozen.path,
+        "dtype": frozen.dtype,
+        "lora": None,
+        "freeze": [],
+    }
+    return config.unchecked_copy(
+        update={
+            "model": config.model.unchecked_copy(update=model),
+            "rollout": rollout.unchecked_copy(update=longer),
+            "cluster": config.cluster.unchecked_copy(update={"engine": engine}),
+        }
+    )
+
+
+def tokenizer_of(config: Config, name: str) -> tuple[Any, list[int]]:
+    """Return the tokenizer of a frozen model, and the tokens that end its answers; (None, []) for
+    one that is not asked in words. config: of its engine.
+    """
+    from transformers import AutoTokenizer
+
+    judges = [judge for judge in config.task.judges.values() if judge.model == name]
+    if not judges:
+        return None, []
+    model = str(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model, trust_remote_code=config.model.trust_remote_code
+    )
+    answers = any(judge.kind != "reward_model" for judge in judges)
+    return tokenizer, stop_tokens(model, tokenizer.eos_token_id) if answers else []
+
+
+async def teacher_logprobs(
+    teacher: Teacher, prompts: Sequence[np.ndarray], rows: Sequence[Row]
+) -> np.ndarray:
+    """Return the plane [S, 1] float32 of the sampled tokens of all rows, one after the other.
+    Raises FrozenFailed, also for an answer of another length.
+    """
+    asked = [(prompts[row.prompt].tolist(), row.response_ids.tolist()) for row in rows]
+    answers = await teacher.score(asked)
+    lengths = [len(answer) for answer in answers]
+    if lengths != [len(response) for _, response in asked]:
+        raise FrozenFailed(f"gave {lengths} log-probs for {[len(one) for _, one in asked]}")
+    sampled = [answer[row.sampled] for answer, row in zip(answers, rows, strict=True)]
+    return np.concatenate(sampled).astype(np.float32)[:, None]

@@ -1,0 +1,225 @@
+"""Grades of responses by frozen models: reward components.
+
+    responses of a group, each text once -> question per text, or per ordered pair
+        -> Answerer.answer -> verdict, JSON of a fixed schema -> value
+    reward model: conversations -> RewardModel.rewards -> (score - mean) / std, clipped
+
+Runs in: rollout actors, behind the verifiers. Hides what a judge is asked. Invariants: a verdict is
+what the judge itself wrote, whole and within the scale, never a part of a response; what is not
+answered so is an error (`JudgeError`), never a grade; a pair is judged in both orders, so that a
+judge that prefers a place says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+from async_grpo.config.frozen import Judge
+from async_grpo.rollout.frozen import Question
+from async_grpo.tasks.base import Problem, Prompt
+from async_grpo.tasks.verifier import VerifierError
+
+POINTWISE = """Grade the response to the request below.
+
+Request:
+{prompt}
+
+Response:
+{response}
+
+Grade it for {criteria}, each from {lowest} (worst) to {highest} (best)."""
+PAIRWISE = """Which response to the request below is better?
+
+Request:
+{prompt}
+
+Response A:
+{first}
+
+Response B:
+{second}
+
+Answer A, B, or tie."""
+_SHARES = {"A": 1.0, "tie": 0.5, "B": 0.0}
+_REMEMBERED = 4096
+_SHOWN = 80
+
+Values = list[float | VerifierError]
+
+
+class JudgeError(VerifierError):
+    """A judge gave no verdict on a response."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__("judge", f"{name} {detail}")
+
+
+class Judges:
+    """All judges of a task."""
+
+    def __init__(self, judges: Mapping[str, Judge], models: Mapping[str, Any]) -> None:
+        self._judges = judges
+        self._models = {name: models[judge.model] for name, judge in judges.items()}
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """Answers of judges by their question, the last ones: temperature 0 gives the same."""
+
+    async def grade(self, problem: Problem, responses: Sequence[str]) -> dict[str, Values]:
+        """Grade every response to a problem: by component, in the order of `responses`. Raises
+        FrozenFailed.
+        """
+        graded = await asyncio.gather(
+            *[
+                self._values(name, judge, problem, Counter(responses))
+                for name, judge in self._judges.items()
+            ]
+        )
+        return {
+            name: [values[text] for text in responses]
+            for name, values in zip(self._judges, graded, strict=True)
+        }
+
+    async def _values(
+        self, name: str, judge: Judge, problem: Problem, texts: Counter[str]
+    ) -> dict[str, float | VerifierError]:
+        """Grade each text once. texts: how many responses each is."""
+        if judge.kind == "reward_model":
+            scores = await self._models[name].rewards([(problem.prompt, text) for text in texts])
+            found = [_normalised(name, judge, score) for score in scores]
+            return dict(zip(texts, found, strict=True))
+        said = {"prompt": _as_text(problem.prompt), "reference": _reference(problem.reference)}
+        if judge.kind == "pairwise":
+            return await self._pairwise(name, judge, said, texts)
+        grades = await asyncio.gather(*[self._pointwise(name, judge, said, one) for one in texts])
+        return dict(zip(texts, grades, strict=True))
+
+    async def _pointwise(
+        self, name: str, judge: Judge, said: dict[str, str], text: str
+    ) -> float | VerifierError:
+        lowest, highest = judge.scale
+        grades = list(range(lowest, highest + 1))
+        facts = {
+            "response": text,
+            "criteria": ", ".join(judge.criteria),
+            "lowest": str(lowest),
+            "highest": str(highest),
+        }
+        answer = await self._ask(name, judge, POINTWISE, said | facts, judge.criteria, grades)
+        try:
+            given = verdict(answer, dict.fromkeys(judge.criteria, grades), judge.reasoning)
+        except ValueError as error:
+            return JudgeError(name, str(error))
+        mean = sum(given[key] for key in judge.criteria) / len(judge.criteria)
+        return (mean - lowest) / (highest - lowest)
+
+    async def _pairwise(
+        self, name: str, judge: Judge, said: dict[str, str], texts: Counter[str]
+    ) -> dict[str, float | VerifierError]:
+        """Share of the other responses that each text beats, equal ones by half."""
+        pairs, choices = list(permutations(texts, 2)), list(_SHARES)
+
+        async def shares(first: str, second: str) -> float | VerifierError:
+            facts = said | {"first": first, "second": second}
+            answer = await self._ask(name, judge, PAIRWISE, facts, ["better"], choices)
+            try:
+                given = verdict(answer, {"better": choices}, judge.reasoning)
+            except ValueError as error:
+                return JudgeError(name, str(error))
+            return _SHARES[given["better"]]
+
+        given = await asyncio.gather(*[shares(*pair) for pair in pairs])
+        by_pair = dict(zip(pairs, given, strict=True))
+        others, found = texts.total() - 1, dict[str, float | VerifierError]()
+        for one, copies in texts.items():
+            won = (copies - 1) / 2
+            for other in texts.keys() - {one}:
+                ahead, behind = by_pair[one, other], by_pair[other, one]
+                if isinstance(ahead, VerifierError) or isinstance(behind, VerifierError):
+                    found[one] = ahead if isinstance(ahead, VerifierError) else behind
+                    break
+                won += texts[other] * (ahead + 1 - behind) / 2
+            else:
+                found[one] = won / others
+        return found
+
+    async def _ask(
+        self,
+        name: str,
+        judge: Judge,
+        default: str,
+        facts: dict[str, str],
+        keys: Sequence[str],
+        allowed: list[Any],
+    ) -> str:
+        """Ask, unless it was asked before."""
+        content = filled(judge.prompt or default, facts)
+        if (name, content) in self._known:
+            self._known.move_to_end((name, content))
+            return self._known[name, content]
+        properties: dict[str, Any] = {"reasoning": {"type": "string"}} if judge.reasoning else {}
+        properties |= {key: {"enum": allowed} for key in keys}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        form = f"Answer with JSON alone, with the keys {', '.join(properties)}."
+        if judge.reasoning:
+            form += " The reasoning is one or two sentences."
+        messages = [{"role": "user", "content": f"{content}\n\n{form}"}]
+        answer = await self._models[name].answer(Question(messages, schema, judge.max_tokens))
+        self._known[name, content] = answer
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return answer
+
+
+def filled(template: str, facts: Mapping[str, str]) -> str:
+    """Put facts into a template at once, so that a response cannot contain a placeholder; unknown
+    names stay as they are.
+    """
+    return re.sub(r"\{(\w+)\}", lambda found: facts.get(found[1], found[0]), template)
+
+
+def verdict(answer: str, allowed: Mapping[str, list[Any]], reasoning: bool) -> dict[str, Any]:
+    """Return what a judge says for each key. Raises ValueError for anything but JSON with exactly
+    these keys, and `reasoning` where it is asked for, and allowed values.
+    """
+    shown = f"{answer[:_SHOWN]!r}"
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"answered {shown}, which is no JSON") from error
+    if not isinstance(found, dict) or found.keys() != {*allowed, *["reasoning"] * reasoning}:
+        raise ValueError(f"answered {shown}, which has not the keys {', '.join(allowed)}")
+    for key, values in allowed.items():
+        if not any(type(found[key]) is type(one) and found[key] == one for one in values):
+            raise ValueError(f"answered {shown}, where {key} is not allowed")
+    return found
+
+
+def _normalised(name: str, judge: Judge, score: float) -> float | VerifierError:
+    if not math.isfinite(score):
+        return JudgeError(name, f"gave {score}")
+    value = (score - judge.mean) / judge.std
+    return value if judge.clip is None else max(-judge.clip, min(judge.clip, value))
+
+
+def _as_text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _reference(reference: Any) -> str:
+    """Return the answer of a row as text."""
+    if isinstance(reference, Mapping) and "answer" in reference:
+        reference = reference["answer"]
+    return reference if isinstance(reference, str) else json.dumps(reference, default=str)
