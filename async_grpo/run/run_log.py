@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.reward_hacking import RewardWatch
 from async_grpo.observe.tracking.tracker import Status, Tracker
 from async_grpo.run.callbacks.base import Callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
@@ -39,6 +40,7 @@ class RunLog:
         self.gauges: Exported | None = None
         self.saver: Saver | None = None
         self.callbacks = Callbacks()
+        self.reward_watch = RewardWatch()
         self.total_steps = 0
         """What is shown as the last step."""
         self._told_sampler = False
@@ -75,6 +77,12 @@ class RunLog:
         self._console.logged(step, self.total_steps, metrics)
         if "train/loss" in metrics:
             self._look_for_signal(step, metrics)
+        for sign in self.reward_watch.observe(metrics):
+            text = f"step {step}: {sign}: the reward may be earned without the task"
+            self.note(f"warning: {text}")
+            self.callbacks.tell("on_reward_alarm", text)
+            if self.tracker is not None:
+                self.tracker.tag("async_grpo.reward_alarm", text)
         error = metrics.get("weights/sampler_error", 0.0)
         if error > WRONG_SAMPLER and not self._told_sampler:
             self._told_sampler = True
@@ -103,6 +111,7 @@ class RunLog:
         """Forget checkpoints and metrics of the learner steps after `step`: another history."""
         checkpoint.set_aside(self._run_dir, step)
         self.newest_step = step
+        self.reward_watch = self.reward_watch.again()
         if self.saver is not None:
             self.saver.saved_at = None
 

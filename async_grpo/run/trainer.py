@@ -41,6 +41,7 @@ from async_grpo.config.stored import read_settings, renewed
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.reward_hacking import RewardWatch
 from async_grpo.observe.tracking.mlflow_sink import check_server
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
 from async_grpo.replay.resume import last_logged_step
@@ -134,6 +135,8 @@ class Trainer:
         self.config = self._checked.config
         self.model_notes = self._checked.notes
         self._log.total_steps = self._checked.total_steps
+        idle = [name for name, weight in self._checked.weights.items() if not weight]
+        self._log.reward_watch = RewardWatch(idle)
 
     def start(self) -> None:
         """Start the run's processes, check the weight transport, and resume, if there is a past."""

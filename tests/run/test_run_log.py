@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from async_grpo.observe.console.console import Console
+from async_grpo.observe.reward_hacking import RewardWatch
+from async_grpo.run.callbacks.base import Callback, Callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.run_log import RunLog
 from async_grpo.run.summary import described
@@ -56,6 +59,31 @@ def test_steps_that_were_rolled_back_are_logged_again_and_their_checkpoints_set_
     assert checkpoint.steps(tmp_path) == [1] and log.saver.saved_at is None
     log.logged(2, STEP | {"train/repeated": 1.0})
     assert told.logged == [1, 2, 2]
+
+
+class Alarmed(Callback):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_reward_alarm(self, trainer: Any, text: str) -> None:
+        self.told.append(text)
+
+
+def test_an_alarm_is_a_line_an_event_and_a_tag(tmp_path: Path) -> None:
+    stream, alarmed, tags = io.StringIO(), Alarmed(), {}
+    log = RunLog(Console(stream), tmp_path)
+    log.callbacks = Callbacks([alarmed])
+    log.tracker = SimpleNamespace(log=lambda *line: None, tag=tags.__setitem__)
+    log.reward_watch = RewardWatch(["nice"])
+    for step in range(1, 41):
+        grows = {"rollout/score": step / 40, "rollout/accuracy": step / 40}
+        log.logged(step, STEP | grows | {"rollout/reward/nice": 1 - step / 40})
+    log.callbacks.deliver(None)
+    [text] = alarmed.told
+    assert text.startswith("step 20: the score rose from 0.14 to 0.39, and rollout/reward/nice, ")
+    assert text.endswith(": the reward may be earned without the task")
+    assert f"warning: {text}" in stream.getvalue().splitlines()
+    assert tags == {"async_grpo.reward_alarm": text}
 
 
 def test_without_a_tracker_samples_are_left_out_and_lines_are_shown(tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model
             one.restore(tmp_path)
 
 
+def test_components_without_weight_are_second_opinions(tmp_path: Path, model: str) -> None:
+    with trainer(tmp_path / "run", model) as one:
+        one.check()
+        assert one._log.reward_watch.opinions == ["format"]
+
+
 def damaged_run(run_dir: Path, *steps: int) -> None:
     """Checkpoints of which the newest has another byte than was written; no journal."""
     for step in steps:

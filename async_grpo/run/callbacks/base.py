@@ -64,6 +64,9 @@ class Callback:
     def on_fault(self, trainer: Trainer, text: str) -> None:
         """Act after a process died, or a checkpoint failed, and the run continues. text: a line."""
 
+    def on_reward_alarm(self, trainer: Trainer, text: str) -> None:
+        """Act after a sign that the reward is met without the task. text: a line."""
+
     def on_end(self, trainer: Trainer, status: str) -> None:
         """Act when the run ends, before its processes do. status: FINISHED, FAILED or KILLED."""
 
