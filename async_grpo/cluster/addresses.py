@@ -3,7 +3,7 @@
     rollout actor: Address.answer --few at once, repeated--> POST chat/completions
 
 Runs in: rollout actors; made in the driver, which reads the key. Hides the client (`openai`), which
-repeats what may pass (429, 5xx, no connection, no answer) and waits as long as the server asks for.
+repeats what may pass (429, 5xx, no connection, no answer), after a while that it chooses.
 Invariant: the key stands in no message, file or settings.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.rollout.frozen import FrozenFailed, Question
+from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 from async_grpo.runtime.text import shortened
 
 _LONGEST = 300
+_OF_THE_TEXT = (400, 413, 422)
+"""Statuses of a request that is too long, or that a filter refuses: another text may pass."""
 
 
 def addresses(config: Config) -> dict[str, Address]:
@@ -51,30 +53,36 @@ class Address:
         """See `Answerer.answer`."""
         from openai import OpenAIError
 
+        seconds = self._model.timeout_s
         async with self._places:
             try:
-                done = await self._client.chat.completions.create(
-                    model=self._model.served_name,
-                    messages=question.messages,
-                    temperature=0.0,
-                    max_tokens=question.max_tokens,
-                    response_format={
-                        "type": "json_schema",
-                        "json_schema": {
-                            "name": "verdict",
-                            "schema": question.schema,
-                            "strict": True,
-                        },
-                    },
-                )
-                return str(done.choices[0].message.content or "")
-            # the client's own; or the answer is a page, or JSON of another kind
+                async with asyncio.timeout(seconds):  # a client's own ends with every byte
+                    return await self._asked(question)
+            # the client's; or the answer is a page, or JSON of another kind
             except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
                 said = f"{type(error).__name__}: {error}"
                 if self._key:
                     said = said.replace(self._key, "***")
-                short = shortened(" ".join(said.split()), _LONGEST)
-                raise FrozenFailed(f"{self._name}: {short}") from None
+                short = f"{self._name}: {shortened(' '.join(said.split()), _LONGEST)}"
+                if getattr(error, "status_code", 0) in _OF_THE_TEXT:
+                    raise TextRefused(short) from None
+                raise FrozenFailed(short) from None
+            except TimeoutError:
+                name = f"frozen.{self._name}.timeout_s"
+                raise FrozenFailed(
+                    f"{self._name}: no answer within {name} = {seconds:g} s"
+                ) from None
+
+    async def _asked(self, question: Question) -> str:
+        form = {"name": "verdict", "schema": question.schema, "strict": True}
+        done = await self._client.chat.completions.create(
+            model=self._model.served_name,
+            messages=question.messages,
+            temperature=0.0,
+            max_tokens=question.max_tokens,
+            response_format={"type": "json_schema", "json_schema": form},
+        )
+        return str(done.choices[0].message.content or "")
 
     @cached_property
     def _places(self) -> asyncio.Semaphore:

@@ -31,13 +31,19 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.rollout.engine.base import Engine, EngineError, Sampling
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.frozen import FrozenFailed, Question, engine_config, tokenizer_of
+from async_grpo.rollout.frozen import (
+    FrozenFailed,
+    Question,
+    TextRefused,
+    engine_config,
+    tokenizer_of,
+)
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import one_line
 from async_grpo.tasks.base import Prompt
-from async_grpo.tasks.chat import answered_ids, prompt_ids
+from async_grpo.tasks.chat import answered_ids, plain, prompt_ids
 from async_grpo.weights.transport import UNPUBLISHED
 
 PROBE_INTERVAL_S = 5.0
@@ -85,18 +91,31 @@ class FrozenProcess:
     async def answer(self, question: Question) -> str:
         """See `Answerer.answer`. Raises EngineError."""
         engine = await self._loaded()
-        prompt = prompt_ids(self._tokenizer, question.messages)
+        messages = [
+            {**one, "content": plain(self._tokenizer, one["content"])} for one in question.messages
+        ]
+        prompt, room = prompt_ids(self._tokenizer, messages), self._config.rollout.longest_row - 1
+        if len(prompt) + question.max_tokens > room:
+            raise TextRefused(
+                f"is asked {len(prompt)} tokens and may answer {question.max_tokens}; "
+                f"frozen.{self._name}.context_length is {room}"
+            )
         sampling = Sampling(
             n=1, max_tokens=question.max_tokens, temperature=0.0, schema=question.schema
         )
         [done] = await self._in_time(engine.generate(prompt, sampling))
         return str(self._tokenizer.decode(done.token_ids, skip_special_tokens=True))
 
-    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float | None]:
         """See `RewardModel.rewards`. Raises EngineError."""
-        engine = await self._loaded()
-        asked = [answered_ids(self._tokenizer, *one) for one in conversations]
-        return await self._in_time(engine.classify(asked))
+        engine, room = await self._loaded(), self._config.rollout.longest_row - 1
+        asked = [
+            answered_ids(self._tokenizer, prompt, plain(self._tokenizer, response))
+            for prompt, response in conversations
+        ]
+        fitting = [ids for ids in asked if len(ids) <= room]
+        scores = iter(await self._in_time(engine.classify(fitting)))
+        return [next(scores) if len(ids) <= room else None for ids in asked]
 
     async def _loaded(self) -> Engine:
         await self.start()
@@ -150,9 +169,9 @@ class FrozenClient:
         """See `Answerer.answer`."""
         return str(await self._ask("answer", question))
 
-    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float | None]:
         """See `RewardModel.rewards`."""
-        answers: list[float] = await self._ask("rewards", conversations)
+        answers: list[float | None] = await self._ask("rewards", conversations)
         return answers
 
     async def _ask(self, method: str, asked: Any) -> Any:
@@ -165,6 +184,8 @@ class FrozenClient:
                 call = getattr(self._handle, method).options(max_task_retries=-1)
                 return await call.remote(asked)
             except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, TextRefused):
+                    raise TextRefused(str(error.cause)) from None
                 sick = isinstance(error.cause, EngineError) and await self._returns()
                 if not sick:
                     raise FrozenFailed(f"{self._name}: {one_line(error.cause)}") from error

@@ -60,7 +60,10 @@ class VerifierErrors:
             if cause not in self._causes and (len(self._causes) < CAUSES or kind not in self._next):
                 self._causes.add(cause)
                 self._next.setdefault(kind, AGAIN)
-                what = f"a verifier failed, {self._consequence} (task.verifier.on_error)"
+                consequence = self._consequence
+                if kind == "judge" and consequence == CONSEQUENCES["zero"]:
+                    consequence = "what the judge says counts as 0"
+                what = f"a verifier failed, {consequence} (task.verifier.on_error)"
                 if kind == "frozen":
                     what = "a frozen model gave no answer, the group is issued again"
                 self._listener.note(

@@ -26,13 +26,13 @@ class FrozenModel(Section):
     """Compute type; `auto` is float32 on CPU and bfloat16 on GPU."""
     context_length: Positive | None = None
     """Longest text in tokens; null: the longest row of the policy, and for judges twice that with
-    1,024 tokens for what is said to them.
+    1,024 tokens for what is said to them, and their answer.
     """
     engine: EngineConfig = EngineConfig()
     """See `cluster.engine`."""
     timeout_s: Seconds = 120.0
     """Longest time without an answer while one is asked for; then it is started again. At an
-    address: of one request.
+    address: of one question, with all requests for it.
     """
     url: str | None = None
     """Address instead of `path`, as `https://host/v1`; only for judges."""

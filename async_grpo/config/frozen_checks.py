@@ -46,11 +46,10 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
                     f"`{kinds[kind]}` is {name}, which is behind an address: log-probs and scores "
                     "need an engine of the run; give it a `path`."
                 )
-        address = urlsplit(model.url)
-        if address.scheme not in ("http", "https") or not address.hostname or address.username:
+        if not _is_plain(model.url):
             yield (
                 f"`frozen.{name}.url` must be http:// or https://, a host and a path, without a "
-                "password (`api_key_env` names the variable with a key)."
+                "password or a query (`api_key_env` names the variable with a key)."
             )
         for key in _changed(model, {"dtype", "context_length", "engine"}):
             yield f"`frozen.{name}.{key}` has no effect on a model at an address: remove it."
@@ -68,6 +67,16 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
             f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher` or "
             "`task.judges.NAME.model`, or remove it."
         )
+
+
+def _is_plain(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port_is_a_number = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    whole = parts.scheme in ("http", "https") and bool(parts.hostname) and port_is_a_number
+    return whole and "@" not in parts.netloc and not parts.query and not parts.fragment
 
 
 def _changed(section: Section, keys: set[str]) -> list[str]:
@@ -88,6 +97,14 @@ def judges(config: Config) -> Iterator[str]:
             others |= asked
         for one in _changed(judge, others):
             yield f"`{key}.{one}` has no effect on a judge of kind {kind}: remove it."
+        if len({*judge.criteria, "reasoning"}) <= len(judge.criteria):
+            yield f"`{key}.criteria` must be different words, and none of them `reasoning`."
+        room = config.frozen[judge.model].context_length if judge.model in config.frozen else None
+        if kind != "reward_model" and room is not None and judge.max_tokens >= room:
+            yield (
+                f"`{key}.max_tokens` is {judge.max_tokens}, which leaves no room for the question: "
+                f"`frozen.{judge.model}.context_length` is {room}."
+            )
         if judge.scale[0] >= judge.scale[1] or judge.scale[1] - judge.scale[0] > 100:
             yield f"`{key}.scale` is {judge.scale}: the lowest grade, then a higher one, 100 apart."
         if kind == "pairwise" and config.rollout.group_size < 2:

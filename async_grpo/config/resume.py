@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin
 
 from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.docs import settings, show
+from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 from async_grpo.config.stored import digested, renewed
@@ -126,6 +127,12 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
             continue
         if kind := known[name].kind:
             there = _complete(kind, there)
+        if name == "frozen" and isinstance(there, Mapping):  # keys that it does not know yet
+            defaults = FrozenModel().model_dump(mode="json")
+            there = {
+                key: defaults | dict(one) if isinstance(one, Mapping) else one
+                for key, one in there.items()
+            }
         if here is _ABSENT or name in _NEVER or there == here:
             continue
         if known[name].section and there is not None and here is not None:

@@ -74,7 +74,8 @@ class RewardWatch:
                 yield name, f"{score}, and {name}, which has weight 0, fell from {fell}"
         before, now = _mean(first, LENGTH), _mean(last, LENGTH)
         drifts = now > LONGER * before or now < SHORTER * before
-        if drifts and _change(first, last, ACCURACY) < SURE / 2:
+        known = len(_values(first, ACCURACY)) == len(_values(last, ACCURACY)) == WINDOW
+        if drifts and known and _change(first, last, ACCURACY) < SURE / 2:
             yield (
                 LENGTH,
                 f"{score} and accuracy did not, and responses have {now:.0f} tokens instead of "

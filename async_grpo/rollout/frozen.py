@@ -29,6 +29,10 @@ class FrozenFailed(RuntimeError):
     """A frozen model does not answer: the group is issued again."""
 
 
+class TextRefused(RuntimeError):
+    """A text that a model cannot be asked; it can be asked others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What a model is asked: chat messages, and the JSON schema that its answer must have."""
@@ -51,14 +55,18 @@ class Answerer(Protocol):
     """A frozen model that generates."""
 
     async def answer(self, question: Question) -> str:
-        """Answer at temperature 0; the text follows the schema unless it was cut off."""
+        """Answer at temperature 0; the text follows the schema unless it was cut off. Raises
+        TextRefused.
+        """
 
 
 class RewardModel(Protocol):
     """A frozen sequence classifier."""
 
-    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """Score of the last token of each response, behind its prompt, without activation."""
+    async def rewards(self, conversations: Sequence[tuple[Prompt, str]]) -> list[float | None]:
+        """Score of the last token of each response, behind its prompt, without activation; None
+        for a text that is too long.
+        """
 
 
 def engine_config(config: Config, name: str) -> Config:
@@ -69,7 +77,10 @@ def engine_config(config: Config, name: str) -> Config:
     kinds = {one.kind for one in config.task.judges.values() if one.model == name}
     context = frozen.context_length or rollout.longest_row
     if kinds and frozen.context_length is None:
-        context = context + TEMPLATE if "reward_model" in kinds else 2 * context + INSTRUCTIONS
+        asked = [one for one in config.task.judges.values() if one.model == name]
+        answer = max(judge.max_tokens for judge in asked)
+        scores = "reward_model" in kinds
+        context = context + TEMPLATE if scores else 2 * context + INSTRUCTIONS + answer
     longest = "response_length" if rollout.context_length is None else "context_length"
     longer = {longest: context + 1 - rollout.prompt_length}
     engine = frozen.engine

@@ -17,12 +17,13 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeVar
 
 from async_grpo.config.frozen import Judge
-from async_grpo.rollout.frozen import Question
+from async_grpo.rollout.frozen import Question, TextRefused
 from async_grpo.tasks.base import Problem, Prompt
 from async_grpo.tasks.verifier import VerifierError
 
@@ -51,6 +52,7 @@ _SHARES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 _REMEMBERED = 4096
 _SHOWN = 80
 
+T = TypeVar("T")
 Values = list[float | VerifierError]
 
 
@@ -67,18 +69,16 @@ class Judges:
     def __init__(self, judges: Mapping[str, Judge], models: Mapping[str, Any]) -> None:
         self._judges = judges
         self._models = {name: models[judge.model] for name, judge in judges.items()}
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """Answers of judges by their question, the last ones: temperature 0 gives the same."""
+        self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        """The last verdicts by a digest of what was asked: temperature 0 gives the same."""
 
     async def grade(self, problem: Problem, responses: Sequence[str]) -> dict[str, Values]:
         """Grade every response to a problem: by component, in the order of `responses`. Raises
         FrozenFailed.
         """
-        graded = await asyncio.gather(
-            *[
-                self._values(name, judge, problem, Counter(responses))
-                for name, judge in self._judges.items()
-            ]
+        texts = Counter(responses)
+        graded = await _all(
+            self._values(name, judge, problem, texts) for name, judge in self._judges.items()
         )
         return {
             name: [values[text] for text in responses]
@@ -96,7 +96,7 @@ class Judges:
         said = {"prompt": _as_text(problem.prompt), "reference": _reference(problem.reference)}
         if judge.kind == "pairwise":
             return await self._pairwise(name, judge, said, texts)
-        grades = await asyncio.gather(*[self._pointwise(name, judge, said, one) for one in texts])
+        grades = await _all(self._pointwise(name, judge, said, one) for one in texts)
         return dict(zip(texts, grades, strict=True))
 
     async def _pointwise(
@@ -110,11 +110,10 @@ class Judges:
             "lowest": str(lowest),
             "highest": str(highest),
         }
-        answer = await self._ask(name, judge, POINTWISE, said | facts, judge.criteria, grades)
-        try:
-            given = verdict(answer, dict.fromkeys(judge.criteria, grades), judge.reasoning)
-        except ValueError as error:
-            return JudgeError(name, str(error))
+        allowed = dict.fromkeys(judge.criteria, grades)
+        given = await self._ask(name, judge, POINTWISE, said | facts, allowed)
+        if isinstance(given, VerifierError):
+            return given
         mean = sum(given[key] for key in judge.criteria) / len(judge.criteria)
         return (mean - lowest) / (highest - lowest)
 
@@ -126,14 +125,10 @@ class Judges:
 
         async def shares(first: str, second: str) -> float | VerifierError:
             facts = said | {"first": first, "second": second}
-            answer = await self._ask(name, judge, PAIRWISE, facts, ["better"], choices)
-            try:
-                given = verdict(answer, {"better": choices}, judge.reasoning)
-            except ValueError as error:
-                return JudgeError(name, str(error))
-            return _SHARES[given["better"]]
+            given = await self._ask(name, judge, PAIRWISE, facts, {"better": choices})
+            return given if isinstance(given, VerifierError) else _SHARES[given["better"]]
 
-        given = await asyncio.gather(*[shares(*pair) for pair in pairs])
+        given = await _all(shares(*pair) for pair in pairs)
         by_pair = dict(zip(pairs, given, strict=True))
         others, found = texts.total() - 1, dict[str, float | VerifierError]()
         for one, copies in texts.items():
@@ -154,16 +149,18 @@ class Judges:
         judge: Judge,
         default: str,
         facts: dict[str, str],
-        keys: Sequence[str],
-        allowed: list[Any],
-    ) -> str:
-        """Ask, unless it was asked before."""
+        allowed: Mapping[str, list[Any]],
+    ) -> dict[str, Any] | VerifierError:
+        """Ask, unless the same was answered before. Only what is a verdict is remembered."""
         content = filled(judge.prompt or default, facts)
-        if (name, content) in self._known:
-            self._known.move_to_end((name, content))
-            return self._known[name, content]
+        key = blake2b(f"{name}\0{content}".encode("utf-8", "replace"), digest_size=16).digest()
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
         properties: dict[str, Any] = {"reasoning": {"type": "string"}} if judge.reasoning else {}
-        properties |= {key: {"enum": allowed} for key in keys}
+        for one, values in allowed.items():  # some addresses refuse a property without a type
+            kind = "integer" if isinstance(values[0], int) else "string"
+            properties[one] = {"type": kind, "enum": values}
         schema = {
             "type": "object",
             "properties": properties,
@@ -174,11 +171,28 @@ class Judges:
         if judge.reasoning:
             form += " The reasoning is one or two sentences."
         messages = [{"role": "user", "content": f"{content}\n\n{form}"}]
-        answer = await self._models[name].answer(Question(messages, schema, judge.max_tokens))
-        self._known[name, content] = answer
+        try:
+            answer = await self._models[name].answer(Question(messages, schema, judge.max_tokens))
+        except TextRefused as error:
+            return JudgeError(name, str(error))
+        try:
+            given = verdict(answer, allowed, judge.reasoning)
+        except ValueError as error:
+            return JudgeError(name, str(error))
+        self._known[key] = given
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        return answer
+        return given
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all results; the first error cancels the others, whose answers nobody wants."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def filled(template: str, facts: Mapping[str, str]) -> str:
@@ -202,10 +216,12 @@ def verdict(answer: str, allowed: Mapping[str, list[Any]], reasoning: bool) -> d
     for key, values in allowed.items():
         if not any(type(found[key]) is type(one) and found[key] == one for one in values):
             raise ValueError(f"answered {shown}, where {key} is not allowed")
-    return found
+    return {key: found[key] for key in allowed}
 
 
-def _normalised(name: str, judge: Judge, score: float) -> float | VerifierError:
+def _normalised(name: str, judge: Judge, score: float | None) -> float | VerifierError:
+    if score is None:
+        return JudgeError(name, f"has no room for it (frozen.{judge.model}.context_length)")
     if not math.isfinite(score):
         return JudgeError(name, f"gave {score}")
     value = (score - judge.mean) / judge.std

@@ -8,7 +8,7 @@ to a child (`Problem.reference`, `Score`) is plain enough for msgpack.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -90,6 +90,11 @@ class WarmsUp(Protocol):
         """Import what is slow; children call this before the first deadline starts."""
 
 
+def is_judged(rewards: Mapping[str, float], judges: Collection[str]) -> bool:
+    """Return whether a judge grades every response with a weight. rewards: configured weights."""
+    return any(rewards.get(name) if rewards else True for name in judges)
+
+
 def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
     """Weight of every reward component: the configured ones (an unnamed component weighs 0), else
     the task's own, and 1 for each judge. Raises TaskError for a component that the task does not
@@ -147,7 +152,7 @@ def check_score(
     score: object, components: Collection[str], counted: Collection[str] | None = ()
 ) -> Score:
     """`score` with plain floats, and None for what is missing. counted: components of which it must
-    have one, by default any; None: it needs none, since judges grade it too. Raises TypeError
+    have one, by default any; None: it needs none (`is_judged`). Raises TypeError
     unless it is a Score of these components, ValueError if not finite.
     """
     if not isinstance(score, Score):

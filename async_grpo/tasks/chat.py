@@ -46,8 +46,20 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def answered_ids(tokenizer: Any, prompt: Prompt, response: str) -> list[int]:
-    """Token ids of a prompt with its response: chat messages through the chat template."""
+    """Token ids of a prompt with its response: chat messages through the chat template, if there is
+    one.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt + response)["input_ids"])
     messages = [*prompt, {"role": "assistant", "content": response}]
+    if not tokenizer.chat_template:
+        return list(tokenizer("\n".join(one["content"] for one in messages))["input_ids"])
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def plain(tokenizer: Any, text: str) -> str:
+    """Return a text in which nothing is a special token, so that it cannot end its own turn."""
+    for token in tokenizer.get_added_vocab():
+        if len(token) > 1:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text

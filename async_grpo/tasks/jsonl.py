@@ -1,5 +1,5 @@
 """A user's own rows: `prompt` (text) or `messages` (chat), and `answer`; `rewards` and `solution`
-are optional, and with judges (`task.judges`) so is `answer`.
+are optional, and with judges that have a weight so is `answer`.
 
 Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared.
 Reward `correct`: 1 if the response matches `answer`; else the largest value among the answers in
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from async_grpo.config import schema
 from async_grpo.config.section import Section
-from async_grpo.tasks.base import Problem, Prompt, Score, parse_options
+from async_grpo.tasks.base import Problem, Prompt, Score, is_judged, parse_options
 from async_grpo.tasks.data import BadRow, RowTask, text_of
 
 VERL = (
@@ -36,7 +36,7 @@ class Jsonl(RowTask):
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._match = parse_options(JsonlOptions, settings).match
-        self._judged = bool(settings.judges)
+        self._judged = is_judged(settings.rewards, settings.judges)
 
     def problem(self, row: dict[str, Any]) -> Problem:
         """Parse prompt, answers and solution; see `RowTask.problem`."""

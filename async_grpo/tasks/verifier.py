@@ -15,7 +15,7 @@ from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
-from async_grpo.tasks.base import Score, check_score
+from async_grpo.tasks.base import Score, check_score, is_judged
 from async_grpo.tasks.children import Child, ChildError, ChildPool
 
 _LONGEST_DETAIL = 1000
@@ -49,7 +49,7 @@ class VerifierPool(ChildPool[_Verifier]):
         self.spent = {"verified": 0.0, "verifying_s": 0.0}
         """Responses that were answered for, and the children's seconds for them."""
         self._timeout = settings.verifier.timeout_s
-        self._counted = None if settings.judges else ()
+        self._counted = None if is_judged(settings.rewards, settings.judges) else ()
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for place in range(settings.verifier.workers):
             self._free.put_nowait(place)

@@ -20,12 +20,15 @@ _SPARE_CPU_S = 2
 
 def main() -> None:
     """Serve until the parent closes the pipe."""
+    from async_grpo.tasks.base import is_judged
+
     die_with_parent(int(sys.argv[1]))  # end of file on the pipe ends it only when it is idle
     parent = Parent("verifier")
     task, told = parent.task(lambda task, told: task)
     settings, components = told["settings"], sorted(task.weights)
     weights = settings["rewards"] or task.weights
-    counted = None if settings["judges"] else [one for one in components if weights.get(one)]
+    judged = is_judged(settings["rewards"], settings["judges"])
+    counted = None if judged else [one for one in components if weights.get(one)]
     while (batch := parent.receive()) is not None:
         for response, reference in batch:
             _limit_cpu(settings["verifier"]["timeout_s"])

@@ -13,7 +13,7 @@ from async_grpo.cluster.addresses import Address, addresses
 from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.rollout.frozen import FrozenFailed, Question
+from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 from tests.support.judge_models import Reply, completion, judge_server
 
 SCHEMA = {"type": "object", "properties": {"score": {"enum": [1, 2]}}}
@@ -85,8 +85,32 @@ def test_nobody_there_and_nothing_said() -> None:
         time.sleep(0.5)
         return completion("{}")
 
-    with pytest.raises(FrozenFailed, match="APITimeoutError"):
+    with pytest.raises(FrozenFailed, match=r"APITimeoutError|no answer within"):
         asked(silent, timeout_s=0.1, retries=0)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_text_that_an_address_refuses_is_one_text(status: int) -> None:
+    with pytest.raises(TextRefused, match=f"gpt: .*{status}"):
+        asked(lambda request: (status, "application/json", b'{"error": {"message": "long"}}'))
+
+
+async def test_a_question_has_one_deadline_whatever_trickles_in() -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        for _ in range(100):
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+
+    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    one = address(f"http://127.0.0.1:{port}/v1", timeout_s=0.3, retries=0)
+    try:
+        with pytest.raises(FrozenFailed, match=r"no answer within frozen.gpt.timeout_s = 0.3 s"):
+            await asyncio.wait_for(one.answer(ASKED), 4)
+    finally:
+        server.close()
 
 
 def test_so_many_are_asked_at_once() -> None:

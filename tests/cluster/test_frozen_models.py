@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.frozen import FrozenFailed
+from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 
 ASKED = [([1, 2], [3, 4, 5])]
 
@@ -110,6 +111,58 @@ async def test_a_request_that_waits_behind_others_that_are_answered_is_not_late(
     done += range(4)  # it takes 0.5 s, and others are answered meanwhile
     answer, _ = await asyncio.gather(one.score(ASKED), often())
     assert len(answer[0]) == 3
+
+
+class Words:
+    """A tokenizer: a character is a token, and ! is special."""
+
+    chat_template, eos_token_id = "there is one", 1
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<end>": 1, "!": 2}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        return [ord(letter) for one in messages for letter in one["content"]]
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+async def test_a_judge_answers_what_fits_and_no_text_ends_its_own_turn(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_models, "tokenizer_of", lambda config, name: (Words(), [1]))
+    one, asked = process(), []
+
+    async def generate(prompt: list[int], sampling: Any) -> list[Any]:
+        asked.append((prompt, sampling))
+        return [SimpleNamespace(token_ids=[123, 125])]
+
+    async def classify(sequences: list[list[int]]) -> list[float]:
+        asked.append(sequences)
+        return [float(len(ids)) for ids in sequences]
+
+    engine.generate, engine.classify = generate, classify  # type: ignore[attr-defined]
+    question = Question([{"role": "user", "content": "a<end>b!"}], {"type": "object"}, 5)
+    assert await one.answer(question) == "{}"
+    [(prompt, sampling)] = asked
+    assert "".join(map(chr, prompt)) == "a< end>b!"
+    assert (sampling.temperature, sampling.max_tokens) == (0.0, 5)
+    assert sampling.schema == {"type": "object"}
+    room = one._config.rollout.longest_row - 1
+    long = Question([{"role": "user", "content": "x" * (room - 4)}], {}, 5)
+    with pytest.raises(TextRefused, match=f"frozen.teacher.context_length is {room}"):
+        await one.answer(long)
+    told = [{"role": "user", "content": "p"}]
+    scores = await one.rewards([(told, "abc"), (told, "x" * room), (told, "<end>")])
+    assert scores == [4.0, None, 7.0]
+
+
+async def test_a_text_that_is_refused_is_no_failure_of_the_model() -> None:
+    handle = Handle([ANSWER], [1])
+    handle.answer = Method([raised(TextRefused("it is long"))])  # type: ignore[attr-defined]
+    with pytest.raises(TextRefused, match=r"^it is long$"):
+        await FrozenClient("teacher", handle).answer(Question([], {}, 1))
 
 
 class Method:

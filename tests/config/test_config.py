@@ -555,6 +555,18 @@ algorithm.distill.teacher=big
     `frozen.big.url` must be http:// or https:// | without a password
 'frozen={m: {url: "http://h", served_name: m, dtype: float32}}' 'task.judges={a: {model: m}}'
     `frozen.m.dtype` has no effect on a model at an address
+'frozen={m: {url: "https://:p@h/v1", served_name: m}}' 'task.judges={a: {model: m}}'
+    `frozen.m.url` must be http:// or https://
+'frozen={m: {url: "https://h/v1?key=p", served_name: m}}' 'task.judges={a: {model: m}}'
+    `frozen.m.url` must be http:// or https:// | or a query
+'frozen={m: {url: "http://[bad/v1", served_name: m}}' 'task.judges={a: {model: m}}'
+    `frozen.m.url` must be http:// or https://
+'frozen={m: {path: a/b}}' 'task.judges={a: {model: m, criteria: [x, x]}}'
+    `task.judges.a.criteria` must be different words
+'frozen={m: {path: a/b}}' 'task.judges={a: {model: m, criteria: [reasoning]}}'
+    `task.judges.a.criteria` must be different words
+'frozen={m: {path: a/b, context_length: 512}}' 'task.judges={a: {model: m}}'
+    `task.judges.a.max_tokens` is 512 | `frozen.m.context_length` is 512
 'frozen={m: {pth: a/b}}'
     `frozen.m.pth` is not a setting | Did you mean `frozen.m.path`?
 'frozen={m: {path: a/b, engine: {zzz: 1}}}'

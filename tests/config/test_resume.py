@@ -288,3 +288,13 @@ def test_an_order_that_is_the_default_leaves_digests_as_they_were() -> None:
     assert len(set(digests)) == 3 and digests[0] == resume.training_digest(
         config(replay={"on_stale": "mask"})
     )
+
+
+def test_frozen_models_of_before_have_the_defaults_of_now() -> None:
+    given = {"frozen": {"big": {"path": "a/b"}}, "algorithm": {"distill": {"teacher": "big"}}}
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "m"}, **given})
+    saved = config.model_dump(mode="json")
+    del saved["frozen"]["big"]["url"], saved["frozen"]["big"]["context_length"]
+    assert not compare(saved, config).all
+    saved["frozen"]["big"]["path"] = "c/d"
+    assert [change.key for change in compare(saved, config).all] == ["frozen"]

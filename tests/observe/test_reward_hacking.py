@@ -97,6 +97,11 @@ def test_a_planted_hack_is_told_once(each: Callable[[float], Line], said: str) -
         assert said in text and text.startswith("the score rose from 0.")
 
 
+def test_lengths_alone_say_nothing_where_there_is_no_accuracy() -> None:
+    lines = ({**line, "rollout/accuracy": 0.0} for line in run(0, thinks_longer))
+    assert told({k: v for k, v in line.items() if k != "rollout/accuracy"} for line in lines) == []
+
+
 def test_only_components_of_weight_0_are_opinions() -> None:
     assert told(run(0, displeases), opinions=()) == []
     assert told(run(0, displeases), opinions=("other",)) == []

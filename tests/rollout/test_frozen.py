@@ -127,9 +127,9 @@ def test_the_engine_of_a_frozen_model_has_room_for_the_token_that_it_samples(
 @pytest.mark.parametrize(
     ("kind", "given", "longest"),
     [
-        ("pointwise", None, 2 * 24 + 1024 + 1),
+        ("pointwise", None, 2 * 24 + 1024 + 512 + 1),
         ("reward_model", None, 24 + 64 + 1),
-        ("pairwise", 300, 301),
+        ("pairwise", 600, 601),
         ("reward_model", 5, 6),
     ],
 )

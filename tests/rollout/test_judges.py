@@ -16,7 +16,7 @@ import pytest
 
 from async_grpo.config.frozen import Judge
 from async_grpo.config.schema import Config
-from async_grpo.rollout.frozen import FrozenFailed, Question
+from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 from async_grpo.rollout.judges import Judges, filled, verdict
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.verifier import VerifierError
@@ -63,7 +63,10 @@ def test_grades_are_means_of_criteria_on_the_scale() -> None:
     assert len(model.questions) == 2  # equal texts are asked once
     [question, _] = model.questions
     assert list(question.schema["properties"]) == question.schema["required"]
-    assert question.schema["properties"]["clear"] == {"enum": [1, 2, 3, 4, 5, 6, 7]}
+    assert question.schema["properties"]["clear"] == {
+        "type": "integer",
+        "enum": [1, 2, 3, 4, 5, 6, 7],
+    }
     assert not question.schema["additionalProperties"] and question.max_tokens == 512
 
 
@@ -72,7 +75,9 @@ def test_what_a_judge_is_asked_has_the_request_the_response_and_what_the_prompt_
     assert graded(model, ["I say {reference}"], reasoning=True, max_tokens=9) == [0.5]
     [text] = [one["content"] for one in model.questions[0].messages]
     assert "user: Name a city." in text and "I say {reference}" in text and "Lyon" not in text
-    assert list(model.questions[0].schema["properties"]) == ["reasoning", "score"]
+    properties = model.questions[0].schema["properties"]
+    assert list(properties) == ["reasoning", "score"]
+    assert all("type" in one for one in properties.values()), "which some addresses demand"
     assert model.questions[0].max_tokens == 9
     graded(model, ["x"], reasoning=True, prompt="{reference} {response} {other}")
     assert model.questions[1].messages[0]["content"].startswith("Lyon x {other}\n")
@@ -138,14 +143,41 @@ def test_a_reward_models_score_is_normalised_and_clipped() -> None:
     assert isinstance(error, VerifierError) and "nice gave nan" in str(error)
 
 
-def test_answers_are_remembered_and_failures_are_not() -> None:
-    model = Model(lambda text: FrozenFailed("away") if len(model.questions) == 1 else {"score": 5})
+def test_verdicts_are_remembered_and_nothing_else() -> None:
+    said = [FrozenFailed("away"), "no idea", TextRefused("too long"), {"score": 5}]
+    model = Model(lambda text: said.pop(0))
     judges = Judges({"nice": Judge(model="m")}, {"m": model})
     with pytest.raises(FrozenFailed):
         asyncio.run(judges.grade(ASKED, ["a"]))
+    for why in ("nice answered 'no idea', which is no JSON", "nice too long"):
+        [error] = asyncio.run(judges.grade(ASKED, ["a"]))["nice"]
+        assert isinstance(error, VerifierError) and why in str(error)
     for _ in range(3):
         assert asyncio.run(judges.grade(ASKED, ["a"])) == {"nice": [1.0]}
-    assert len(model.questions) == 2
+    assert len(model.questions) == 4
+
+
+def test_a_model_that_is_away_is_asked_nothing_more_for_the_group() -> None:
+    answered: list[str] = []
+
+    class Slow(Model):
+        async def answer(self, question: Question) -> str:
+            self.questions.append(question)
+            if len(self.questions) == 2:
+                raise FrozenFailed("away")
+            await asyncio.sleep(0.05)
+            answered.append("late")
+            return "{}"
+
+    async def ask() -> None:
+        judges = Judges({"nice": Judge(model="m", **PAIR)}, {"m": model})
+        with pytest.raises(FrozenFailed):
+            await judges.grade(ASKED, list("abcdefgh"))
+        await asyncio.sleep(0.1)
+
+    model = Slow()
+    asyncio.run(ask())
+    assert answered == []
 
 
 HOSTILE = [
@@ -197,6 +229,13 @@ def test_ten_thousand_hostile_answers_are_no_grades() -> None:
     for answer in HOSTILE:
         with pytest.raises(ValueError, match="answered"):
             verdict(answer, allowed, reasoning=False)
+
+
+def test_a_text_without_room_is_not_scored() -> None:
+    model = Model()
+    model.rewards = lambda asked: asyncio.sleep(0, [None, 2.0])  # type: ignore[method-assign]
+    long, short = graded(model, ["aa", "b"], kind="reward_model")
+    assert short == 2.0 and "frozen.m.context_length" in str(long)
 
 
 def judged(model: Model, **settings: Any) -> tuple[Parts, Counter[str]]:

@@ -748,6 +748,9 @@ def test_judged_rows_need_no_answer(tmp_path):
     with pytest.raises(TaskError, match="answer"):
         len(load_task(schema.TaskConfig(**plain), 0))
     judged = {**plain, "judges": {"nice": {"model": "critic"}}}
+    looks_on = {**judged, "rewards": {"correct": 1.0}}
+    with pytest.raises(TaskError, match="answer"):
+        len(load_task(schema.TaskConfig.model_validate(looks_on), 0))
     task = load_task(schema.TaskConfig.model_validate(judged), 0)
     assert [task.train(index).reference for index in range(2)] == [
         None,

@@ -680,10 +680,10 @@ def test_a_judge_has_a_chat_template_and_room_for_what_it_is_asked(
 ) -> None:
     judge = write_judge(tmp_path / "judge")
     assert judged(good, judge) == []
-    short = write_judge(tmp_path / "short", positions=512)
-    with pytest.raises(SetupError, match=r"frozen.critic: .* of 1072 tokens, .* 512 positions"):
+    short = write_judge(tmp_path / "short", positions=640)
+    with pytest.raises(SetupError, match=r"frozen.critic: .* of 1584 tokens, .* 640 positions"):
         judged(good, short)
-    assert judged(good, short, context_length=511) == []
+    assert judged(good, short, context_length=639) == []
     with pytest.raises(SetupError, match=r"frozen.critic: .* has no chat template"):
         judged(good, str(good))
 

@@ -116,7 +116,7 @@ def serving(settings: EngineConfig, *, scores: bool) -> EngineConfig:
         own["runner"] = "pooling"
     else:  # blanks between the parts of JSON would have no end at times
         own["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
-    return settings.unchecked_copy(update={"vllm": settings.vllm | own})
+    return settings.unchecked_copy(update={"vllm": own | settings.vllm})
 
 
 def trial_arguments(config: Config, *, model: str, device: str) -> dict[str, Any]:

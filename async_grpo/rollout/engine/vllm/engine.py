@@ -359,6 +359,7 @@ class VllmEngine:
     ) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
         # The one token that is generated carries the label. Where prompt log-probs are wanted, vLLM
@@ -376,7 +377,10 @@ class VllmEngine:
             self._requests += 1
             labels = [self.serving]
             tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
-            final = await self._counted.final(self._llm, tokens, params, name, "probes")
+            try:
+                final = await self._counted.final(self._llm, tokens, params, name, "probes")
+            except VLLMError as error:
+                raise EngineError(f"vLLM does not answer the request: {error}") from error
             if final is None or final.prompt_logprobs is None:
                 raise EngineError("the engine returned no log-probs of a prompt")
             labels += [span.version for span in final.outputs[0].weight_versions or []]
@@ -390,14 +394,18 @@ class VllmEngine:
     async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
         """See `Engine.classify`."""
         from vllm import PoolingParams
+        from vllm.exceptions import VLLMError
 
         params = PoolingParams(task="classify", use_activation=False)
 
         async def one(tokens: list[int]) -> float:
             self._requests += 1
             name, final = f"c{self._requests}", None
-            async for output in self._llm.encode({"prompt_token_ids": tokens}, params, name):
-                final = output
+            try:
+                async for output in self._llm.encode({"prompt_token_ids": tokens}, params, name):
+                    final = output
+            except VLLMError as error:
+                raise EngineError(f"vLLM does not answer the request: {error}") from error
             if final is None or final.outputs.data.numel() != 1:
                 raise EngineError("a reward model gave no score, or more than one")
             return float(final.outputs.data.item())
