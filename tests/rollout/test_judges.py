@@ -16,6 +16,7 @@ import pytest
 
 from async_grpo.config.frozen import Judge
 from async_grpo.config.schema import Config
+from async_grpo.replay.actor_reports import _speeds
 from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 from async_grpo.rollout.judges import Judges, filled, verdict
 from async_grpo.tasks.base import Problem
@@ -251,6 +252,8 @@ def test_a_grade_is_a_component_of_every_row() -> None:
         {"correct": 1.0, "nice": 0.75}
     ] * 4
     assert counts["judged"] == 2
+    waited = _speeds({"judged": 2, "judging_ms": 3000.0, "taught": 4, "teaching_ms": 1000.0})
+    assert waited == {"rollout/judge_s": 1.5, "rollout/teacher_s": 0.25}
 
 
 def test_a_response_that_a_judge_does_not_grade_is_never_scored() -> None:

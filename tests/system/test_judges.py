@@ -64,8 +64,7 @@ def test_three_judges_grade_every_trained_response(
         )
         log = tmp_path / "log.txt"
         with open(log, "w") as out, Trainer(config, console=Console(out)) as trainer:
-            for result in trainer.steps():
-                assert result["rollout/judge_s"] > 0
+            trainer.train()
             assert trainer.steps_done == STEPS
     assert {key for key, _ in seen} == {f"Bearer {KEY}"}
     classifier = Qwen2ForSequenceClassification.from_pretrained(reward).eval()
