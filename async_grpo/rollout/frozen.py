@@ -3,8 +3,8 @@
     rows --prompt, response of each--> Teacher --log-probs--> those of the sampled tokens -> plane
 
 Runs in: rollout actors, after the group is scored; settings also in the driver. Knows no process:
-`cluster.frozen_models` has those. Invariant: a group either has a finite
-log-prob of a teacher for every sampled token, or is failed. Judges: see `rollout.judges`.
+`cluster.frozen_models` has those. Invariant: a group either has a finite log-prob of a teacher for
+every sampled token, or is failed. Judges: see `rollout.judges`.
 """
 
 from __future__ import annotations
