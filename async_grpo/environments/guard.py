@@ -11,7 +11,8 @@ rest: Ray kills the direct children of an actor that it ends, the pool kills a c
     SIGTERM             -> the guard kills the child; then the same
     the guard is killed -> the child ends everything below itself, and itself
 
-Invariant: as long as one of the two runs, nothing that either has started outlives it.
+Invariant: as long as one of the two runs, nothing that either has started outlives it. A sweep of
+`/proc` from outside would miss processes in `exec`.
 """
 
 from __future__ import annotations
