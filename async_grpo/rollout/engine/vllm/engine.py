@@ -275,7 +275,6 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, name: str, purpose: Purpose
     ) -> list[Completion]:
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMError
         from vllm.sampling_params import (
             RepetitionDetectionParams,
             RequestOutputKind,
@@ -300,10 +299,8 @@ class VllmEngine:
         )
         salt = self.serving  # keeps prefix caches of different versions apart
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        try:
+        with _answering():
             final = await self._counted.final(self._llm, prompt, params, name, purpose)
-        except VLLMError as error:  # of this request, or of a dead engine: `check` knows
-            raise EngineError(f"vLLM does not answer the request: {error}") from error
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(
                 f"the engine returned {0 if final is None else len(final.outputs)} of "
@@ -359,7 +356,6 @@ class VllmEngine:
     ) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
         # The one token that is generated carries the label. Where prompt log-probs are wanted, vLLM
@@ -377,10 +373,8 @@ class VllmEngine:
             self._requests += 1
             labels = [self.serving]
             tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
-            try:
+            with _answering():
                 final = await self._counted.final(self._llm, tokens, params, name, "probes")
-            except VLLMError as error:
-                raise EngineError(f"vLLM does not answer the request: {error}") from error
             if final is None or final.prompt_logprobs is None:
                 raise EngineError("the engine returned no log-probs of a prompt")
             labels += [span.version for span in final.outputs[0].weight_versions or []]
@@ -394,18 +388,15 @@ class VllmEngine:
     async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
         """See `Engine.classify`."""
         from vllm import PoolingParams
-        from vllm.exceptions import VLLMError
 
         params = PoolingParams(task="classify", use_activation=False)
 
         async def one(tokens: list[int]) -> float:
             self._requests += 1
             name, final = f"c{self._requests}", None
-            try:
+            with _answering():
                 async for output in self._llm.encode({"prompt_token_ids": tokens}, params, name):
                     final = output
-            except VLLMError as error:
-                raise EngineError(f"vLLM does not answer the request: {error}") from error
             if final is None or final.outputs.data.numel() != 1:
                 raise EngineError("a reward model gave no score, or more than one")
             return float(final.outputs.data.item())
@@ -578,6 +569,17 @@ def _temporary_files() -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Raise vLLM's errors, of a request or of a dead engine (`check` knows), as EngineError."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        yield
+    except VLLMError as error:
+        raise EngineError(f"vLLM does not answer the request: {error}") from error
 
 
 def _completion(
