@@ -28,6 +28,7 @@ SYSTEM = (
     "tests/chaos/test_resume.py",
     "tests/chaos/test_chaos.py",
     "tests/chaos/test_chaos_episodes.py",
+    "tests/chaos/test_chaos_taught.py",
     "tests/hosts/",
     "tests/system/test_jobs.py",
     "tests/system/test_command_line.py",

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.run.checkpoint import directory as checkpoint
 from tests.chaos.harness import Run, alive
+from tests.support.teachers import agrees
 
 SAME_BITS = re.compile(r"the weights are the same bits at (\d+) of (\d+)")
 NOT_LOST = ("ready", "training", "trained", "unused")
@@ -57,6 +59,22 @@ def turns_trained(run: Run) -> set[int]:
         if record.state is State.TRAINED
     ]
     return {len(row.segments) for group in trained if group is not None for row in group.rows}
+
+
+def taught(run: Run, teacher: Any) -> int:
+    """Every trained group that the journal still holds has the teacher's word for each of its
+    tokens, as transformers computes it. Raises AssertionError; how many groups were compared.
+    """
+    history = read_history(run.dir / "journal")
+    groups = [
+        history.group(group_id)
+        for group_id, record in history.groups.items()
+        if record.state is State.TRAINED
+    ]
+    held = [group for group in groups if group is not None]
+    for group in held:
+        agrees(teacher, group)
+    return len(held)
 
 
 def check(run: Run, *, batch: int) -> dict[str, int]:

@@ -73,6 +73,17 @@ def episodes(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any
     }
 
 
+def taught(home: Path, *, ranks: int) -> dict[str, Any]:
+    """The same with a teacher, which says what every sampled token is worth."""
+    found = settings(home, ranks=ranks)
+    path = write_model(home / "teacher", positions=64, seed=1)
+    teacher = {"path": str(path), "engine": {"max_num_seqs": 8}, "timeout_s": 10.0}
+    return found | {
+        "frozen": {"teacher": teacher},
+        "algorithm": found["algorithm"] | {"distill": {"teacher": "teacher"}},
+    }
+
+
 def programs(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any]:
     """The same with programs, all 64 of them at once: (K + 1) R groups of four."""
     found = episodes(home, ranks=ranks, uri=uri)

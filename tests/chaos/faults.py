@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.harness import Moment, Run, alive, kill
+from tests.chaos.harness import Moment, Run, alive, born, kill
 
 KINDS = (
     "kill rollout actor",
@@ -32,6 +32,8 @@ KINDS = (
     "kill MLflow",
 )
 """Of a run of episodes, `verifier` is a process with environments."""
+OF_TEACHERS = ("kill teacher", "kill teacher's engine", "stop teacher", "stop teacher's engine")
+"""Of a run with a frozen model."""
 SHORT = tuple(kind for kind in KINDS[:9] if kind != "kill driver")
 READY_S, RECOVERY_S, START_S = 300.0, 600.0, 900.0
 HOLD_S = 20.0
@@ -240,6 +242,19 @@ class Chaos:
             return (
                 signal_to(target, kind),
                 lambda at: not alive(target) and self._all_verify(at),
+                set(),
+            )
+        if kind in OF_TEACHERS:
+            teacher = run.teacher()
+            target = run.engine_of(teacher) if kind.endswith("engine") else teacher
+            return (
+                signal_to(target, kind),
+                lambda at: (
+                    not alive(target)
+                    and bool(engines := run.engines_of_teacher(but=teacher))
+                    and self._produced(max(at, born(engines[0])))
+                    and self._advanced(at)
+                ),
                 set(),
             )
         return {

@@ -291,6 +291,19 @@ class Run:
         }
         return [found[rank] for rank in sorted(found)]
 
+    def teacher(self) -> int:
+        """Process of the frozen model; that of its engine is its child."""
+        [teacher] = self._teachers()
+        return teacher
+
+    def engines_of_teacher(self, *, but: int) -> list[int]:
+        """Engine of the frozen model once another process than this one has it."""
+        found = [pid for pid in self._teachers() if pid != but]
+        return [one for pid in found for one in children(pid) if "EngineCore" in command(one)]
+
+    def _teachers(self) -> list[int]:
+        return [pid for pid in self.processes() if command(pid).startswith("ray::FrozenProcess")]
+
     def queue(self) -> int:
         [queue] = [pid for pid in self.processes() if command(pid).startswith("ray::QueueProcess")]
         return queue

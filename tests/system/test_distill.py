@@ -7,11 +7,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
@@ -23,6 +21,7 @@ from async_grpo.wire.codec import Group, decode_group
 from tests.support.learners import plain_model
 from tests.support.models import write_model
 from tests.support.recipes import CONFIGS
+from tests.support.teachers import agrees
 
 STEPS, GROUPS = 6, 4
 pytestmark = pytest.mark.timeout(200)
@@ -63,19 +62,6 @@ def trained_groups(directory: Path) -> list[Group]:
     return [decode_group(history.frame(group_id)) for group_id in numbers]
 
 
-def said(teacher: Any, group: Group) -> np.ndarray:
-    """Log-probs of the teacher for the sampled tokens of all rows, by transformers."""
-    found = []
-    for row in group.rows:
-        prompt = group.prompts[row.prompt]
-        tokens = torch.tensor(np.concatenate([prompt, row.response_ids])).long()[None]
-        with torch.no_grad():
-            logits = teacher(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-        found.append(logprobs.numpy()[row.sampled])
-    return np.concatenate(found)
-
-
 def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     log = tmp_path / "log.txt"
@@ -90,8 +76,7 @@ def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_pa
     assert len(groups) == STEPS * GROUPS
     teacher = plain_model(config.frozen["teacher"].path).eval()
     for group in groups:
-        plane = group.planes["teacher_logprobs"][:, 0]
-        np.testing.assert_allclose(plane, said(teacher, group), atol=1e-4)
+        agrees(teacher, group)
 
 
 def test_without_its_teacher_a_run_ends(tmp_path: Path) -> None:
