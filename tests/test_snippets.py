@@ -157,14 +157,19 @@ def rewards_are_given(blocks: list[Snippet], row: str) -> None:
     task = load_task(mine, 0)
     score = check_score(task.score("It is 2.", task.train(0).reference), task.weights)
     assert score == Score({"correct": 1.0, "short": 1.0}, 1.0)
-    Path("judge_key").write_text("secret\n")
     server = ThreadingHTTPServer(("127.0.0.1", 0), sys.modules["judge_server"].Judge)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
     try:
-        options = {"url": f"http://127.0.0.1:{server.server_port}/", "key_file": "judge_key"}
+        options = {"url": f"http://127.0.0.1:{server.server_port}/"}
         task = load_task(judged.model_copy(update={"options": options}), 0)
-        task.warm_up()
-        worth = [task.score(said, task.train(0).reference) for said in ("2 ", "3")]
+        with mock.patch.dict(os.environ, dict.fromkeys(judged.env_vars, "secret")):
+            task.warm_up()
+        reference = task.train(0).reference
+
+        async def scored() -> list[Score]:
+            return [await task.score(said, reference) for said in ("2 ", "3")]
+
+        worth = asyncio.run(scored())
     finally:
         server.shutdown()
         server.server_close()

@@ -41,7 +41,9 @@ class ProgramOptions(ServedOptions):
     directory: str | None = None
     """Working directory of the program; null: that of the run."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """More variables of its environment, beside PATH, HOME, LANG, TMPDIR and SSL_CERT_FILE."""
+    """More variables of its environment, beside PATH, HOME, LANG, TMPDIR, SSL_CERT_FILE and
+    those of `task.env_vars`. They are stored with the run.
+    """
     output_mb: Annotated[float, Field(gt=0)] = 16.0
     """Most that it may print, in MiB; then it is ended, and its group is issued again."""
     preload: list[str] = Field(default_factory=list)
@@ -75,6 +77,7 @@ class Program(ServedTask):
             options.arguments,
             directory=options.directory,
             variables=options.variables,
+            passed=settings.env_vars,
             preload=options.preload,
             most=round(options.output_mb * 2**20),
         )

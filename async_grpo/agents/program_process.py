@@ -117,14 +117,16 @@ class Launcher:
         *,
         directory: str | None,
         variables: Mapping[str, str],
+        passed: Sequence[str] = (),
         preload: Sequence[str] = (),
         most: int,
     ) -> None:
-        """directory: None for this process's. variables: beside those that are passed on. most:
-        bytes of both outputs.
+        """directory: None for this process's. variables: beside those that are passed on. passed:
+        more names of these. most: bytes of both outputs.
         """
         self._arguments, self._directory = list(arguments), directory
         self._variables, self._preload = dict(variables), list(preload)
+        self._passed = (*_PASSED, *passed)
         self._most = most
         self._server: _ForkServer | None = None
         self._asking = asyncio.Lock()
@@ -192,7 +194,7 @@ class Launcher:
         )
 
     def _whole(self, variables: Mapping[str, str]) -> dict[str, str]:
-        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        passed = {name: os.environ[name] for name in self._passed if name in os.environ}
         return {**passed, "PYTHONUNBUFFERED": "1", **self._variables, **variables}
 
 

@@ -10,15 +10,14 @@ Invariant: the key stands in no message, file or settings.
 from __future__ import annotations
 
 import asyncio
-import os
 from functools import cached_property
 from typing import Any
 
 from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
 from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
 from async_grpo.runtime.text import shortened
+from async_grpo.runtime.variables import hide, keep_secret, variables
 
 _LONGEST = 300
 _OF_THE_TEXT = (400, 413, 422)
@@ -32,13 +31,9 @@ def addresses(config: Config) -> dict[str, Address]:
     found = {}
     for name, model in config.frozen.items():
         if model.url is not None:
-            key = "" if model.api_key_env is None else os.environ.get(model.api_key_env, "")
-            if model.api_key_env is not None and not key:
-                raise SetupError(
-                    f"frozen.{name}.api_key_env is {model.api_key_env}, which is not set where the "
-                    "run starts: export it (with `ray job submit`: --runtime-env-json)"
-                )
-            found[name] = Address(name, model, key)
+            named = [] if model.api_key_env is None else [model.api_key_env]
+            keys = variables(named, f"frozen.{name}.api_key_env")
+            found[name] = Address(name, model, "".join(keys.values()))
     return found
 
 
@@ -60,9 +55,7 @@ class Address:
                     return await self._asked(question)
             # the client's; or the answer is a page, or JSON of another kind
             except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
-                said = f"{type(error).__name__}: {error}"
-                if self._key:
-                    said = said.replace(self._key, "***")
+                said = hide(f"{type(error).__name__}: {error}")
                 short = f"{self._name}: {shortened(' '.join(said.split()), _LONGEST)}"
                 if getattr(error, "status_code", 0) in _OF_THE_TEXT:
                     raise TextRefused(short) from None
@@ -92,6 +85,7 @@ class Address:
     def _client(self) -> Any:
         from openai import AsyncOpenAI  # a second, and only where it is used
 
+        keep_secret([self._key])
         return AsyncOpenAI(
             base_url=self._model.url,
             api_key=self._key or "none",

@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 5.0
 @dataclass(frozen=True)
 class ActorSpec:
     """What rollout actors start with. queue: Ray actor. frozen: those of the frozen models.
-    partials: `PartialCollector.path`.
+    partials: `PartialCollector.path`. env_vars: `task.env_vars` with their values.
     """
 
     queue: Any
@@ -40,6 +40,7 @@ class ActorSpec:
     backend: str
     partials: str | None = None
     frozen: Mapping[str, Any] = field(default_factory=dict)
+    env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False)
@@ -194,6 +195,7 @@ class EngineSlots:
             partials=spec.partials,
             actors=len(self),
             frozen=spec.frozen,
+            env_vars=spec.env_vars,
         )
         slot.engine = self._running[actor_id] = RemoteEngine(
             actor_id,

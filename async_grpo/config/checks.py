@@ -77,6 +77,8 @@ def _run(config: Config) -> Iterator[str]:
     if (run.total_steps is None) == (run.epochs is None):
         both = "both are" if run.epochs is not None else "neither is"
         yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
+    if "PYTHONPATH" in config.task.env_vars:
+        yield "`task.env_vars` names PYTHONPATH; the task's code has that of the run: remove it."
     if run.name in (".", ".."):
         yield (
             f"`run.name` is {run.name}, which is not a name; allowed are letters, digits, `.`, "

@@ -219,8 +219,12 @@ class Verifier(Section):
     on_resume = FREE
     workers: Positive = 1
     """Verifier child processes per rollout actor."""
+    concurrency: Positive = 1
+    """Responses that a child scores at the same time, where `score` of the task is `async`."""
     timeout_s: Seconds = 10.0
-    """Longest time one response may take to score; then the child is killed and replaced."""
+    """Longest time one response may take to score; then the child is killed and replaced, or a
+    coroutine cancelled.
+    """
     memory_mb: Positive = 2048
     """Most private memory that a verifier child may have, in MiB; reserved addresses, mapped
     files and shared memory do not count.
@@ -253,6 +257,10 @@ class TaskConfig(Section):
     """Held-out data, same forms as `train`."""
     options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
+    env_vars: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]], FREE] = Field([])
+    """Environment variables of the driver, such as keys and proxies, that verifiers, environments,
+    tools and programs have too. Their values are written nowhere.
+    """
     rewards: Annotated[dict[str, float], warn("what responses are worth", trains=True)] = Field({})
     """Weight per reward component; empty means the task's own weights."""
     rewards_norm: Annotated[
@@ -608,6 +616,7 @@ class Config(Section):
             name=other.name,
             eval=other.eval,
             options=other.options,
+            env_vars=self.task.env_vars,
             verifier=self.task.verifier,
             max_bad_fraction=self.task.max_bad_fraction,
         )

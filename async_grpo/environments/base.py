@@ -50,10 +50,6 @@ class Observation(WasVerdict):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-STUCK = "stuck"
-"""What a child says of a call that took too long and has not returned."""
-
-
 class Environment(Protocol):
     """One episode. Methods may be plain, which run one at a time in their process, or `async`.
 

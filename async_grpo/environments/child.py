@@ -24,45 +24,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any
 
-from async_grpo.environments.base import STUCK, Action, check_observation, to_wire
+from async_grpo.environments.base import Action, check_observation, to_wire
 from async_grpo.environments.guard import end_below, guarded
 from async_grpo.environments.tools import with_tools
-from async_grpo.tasks.child import Parent
-
-_LONGEST_DETAIL = 500
-MOST_THREADS = 32
-"""Plain calls of coroutines that run at once."""
-
-
-class TooLong(Exception):
-    """A call took longer than its deadline."""
-
-
-class Stuck(TooLong):
-    """It has not returned, and keeps its thread."""
-
-
-_THREADS: ContextVar[list[Future[Any]] | None] = ContextVar("_THREADS", default=None)
-"""Calls that the present coroutine of an environment has given to threads."""
-
-
-class Threads(ThreadPoolExecutor):
-    """Threads for plain calls that coroutines make (`asyncio.to_thread`), by coroutine."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call in a thread."""
-        future = super().submit(call, *args, **kwargs)
-        if (mine := _THREADS.get()) is not None:
-            mine.append(future)
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls. Waits for none: one may never return, and the process ends."""
-        super().shutdown(wait=False, cancel_futures=True)
+from async_grpo.runtime.variables import hide
+from async_grpo.tasks.child import LONGEST_DETAIL, Parent, said
+from async_grpo.tasks.coroutines import Stuck, TooLong, within
+from async_grpo.tasks.pipe import STUCK
 
 
 class OneAtATime:
@@ -149,27 +119,17 @@ class Episodes:
         except MemoryError:
             return ["memory", "the environments ran out of environment.memory_mb"]
         except Exception as error:  # noqa: BLE001 - an error of the user's code is an answer
-            return ["exception", f"{name}(): {type(error).__name__}: {error}"[:_LONGEST_DETAIL]]
+            return ["exception", f"{name}(): {said(error)}"]
         try:
             return ["ok", to_wire(check_observation(value, self._task.weights))]
         except (TypeError, ValueError, OverflowError) as error:
-            return ["wrong_type", f"{name}(): {error}"[:_LONGEST_DETAIL]]
+            return ["wrong_type", f"{name}(): {hide(str(error))}"[:LONGEST_DETAIL]]
 
     async def _of(self, environment: Any, name: str, *arguments: Any) -> Any:
         method, timeout_s = getattr(environment, name), self._timeouts[name]
         if not inspect.iscoroutinefunction(method):
             return await self._plain.run(lambda: method(*arguments), timeout_s)
-        threads: list[Future[Any]] = []
-        before = _THREADS.set(threads)
-        try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                return await method(*arguments)
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # the environment's own
-            raise (Stuck if any(one.running() for one in threads) else TooLong) from None
-        finally:
-            _THREADS.reset(before)
+        return await within(timeout_s, method(*arguments))
 
     async def _close(self, episode: int) -> list[Any]:
         environment = self._open.pop(episode, None)
@@ -197,22 +157,8 @@ class Episodes:
 
 async def serve(parent: Parent, task: Any, timeouts: dict[str, float]) -> None:
     """Answer requests as they come, until the parent closes the pipe; then close what is open."""
-    loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
-    loop.set_default_executor(Threads(MOST_THREADS, "environments"))
     episodes = Episodes(task, timeouts)
-    running: set[asyncio.Task[None]] = set()
-
-    async def answer(call: int, episode: int, name: str, argument: Any) -> None:
-        reply = [call, *await episodes.call(episode, name, argument)]
-        try:
-            parent.send(reply)
-        except (TypeError, ValueError, OverflowError) as error:
-            parent.send([call, "not_sendable", str(error)[:_LONGEST_DETAIL]])
-
-    while (message := await loop.run_in_executor(reader, parent.receive)) is not None:
-        one = asyncio.create_task(answer(*message))
-        running.add(one)
-        one.add_done_callback(running.discard)
+    await parent.serve(episodes.call)
     await episodes.close()
 
 

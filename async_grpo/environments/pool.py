@@ -19,16 +19,14 @@ import asyncio
 import itertools
 import time
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.config.environment import EnvironmentConfig
-from async_grpo.environments.base import STUCK, Action, Observation, from_wire
+from async_grpo.environments.base import Action, Observation, from_wire
 from async_grpo.tasks import pipe
-from async_grpo.tasks.children import Child, ChildError, ChildPool
+from async_grpo.tasks.children import SILENCE_S, ChildError, ChildPool, ManyCalls
 
-SILENCE_S = 5.0
-"""A child answers this much later than its longest deadline, or is not able to."""
 CLOSE_S = 10.0
 END_S = 3.0
 """How long a child that is ended may take to close what is open in it."""
@@ -38,8 +36,8 @@ class EnvironmentFailed(ChildError):
     """A call of an environment failed. `reason` is one of `EnvironmentPool.REASONS`."""
 
 
-class _Host(Child):
-    """A child, its open episodes and the calls that it owes answers to."""
+class _Host(ManyCalls):
+    """A child and its open episodes."""
 
     name, module = "environment", "async_grpo.environments.child"
     setting, error = "environment.step_timeout_s", EnvironmentFailed
@@ -49,76 +47,12 @@ class _Host(Child):
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         super().__init__(process)
         self.episodes: set[int] = set()
-        self._calls: dict[int, asyncio.Future[list[Any]]] = {}
-        self._numbers, self._heard = itertools.count(), time.monotonic()
-        self._ended = False
-        self._reader: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def spawn(cls, setup: bytes) -> Self:
-        """Start a child, and listen to it."""
-        host = await super().spawn(setup)
-        host._reader = asyncio.create_task(host._read_replies())
-        return host
-
-    async def ask(
-        self, request: list[Any], timeout_s: float, *, patience_s: float
-    ) -> tuple[str, Any]:
-        """Return the reply, as long as the child says something now and then. Raises
-        EnvironmentFailed, TypeError, OverflowError, MessageTooLarge.
-        """
-        number = next(self._numbers)
-        body = pipe.pack([number, *request])
-        if self._ended:
-            raise EnvironmentFailed("crash", "the environment's process has ended")
-        if not self._calls:
-            self._heard = time.monotonic()
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self.send(body, timeout_s)
-            while not answer.done():
-                left = self._heard + patience_s - time.monotonic()
-                if left <= 0:
-                    await self.end("crash", f"the child said nothing for {patience_s:g} s")
-                    break
-                await asyncio.wait({answer}, timeout=left)
-            reply = await answer
-        finally:
-            del self._calls[number]
-        if len(reply) != 2 or not isinstance(reply[0], str):
-            raise EnvironmentFailed("crash", f"the environment child answered {reply!r:.80}")
-        return reply[0], reply[1]
-
-    async def end(
-        self, reason: str = "closed", detail: str = "the environment's process was ended"
-    ) -> None:
-        """Kill it; the calls that it owes answers to fail. What is open when all ends is closed."""
-        if self._ended:
-            return
-        self._ended = self.leaving = True
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_result([reason, detail])
+    def _grace_s(self, reason: str) -> float:
+        """Let it close what is open when all ends."""
         holds = bool(self.episodes) and reason == "closed"
         self.episodes.clear()
-        if self._reader is not None and self._reader is not asyncio.current_task():
-            self._reader.cancel()
-        await self.kill(END_S if holds else 0.0)
-
-    async def _read_replies(self) -> None:
-        """Deliver replies until the child ends."""
-        while True:
-            try:
-                number, *reply = await self.receive(None)
-            except ChildError as error:
-                await self.end(error.reason, str(error))
-                return
-            self._heard = time.monotonic()
-            if reply[0] in (STUCK, "memory"):  # also where nobody waits for it any more
-                self.leaving = True
-            answer = self._calls.get(number) if isinstance(number, int) else None
-            if answer is not None and not answer.done():
-                answer.set_result(reply)
+        return END_S if holds else 0.0
 
 
 class EnvironmentPool(ChildPool[_Host]):
@@ -178,15 +112,19 @@ class EnvironmentPool(ChildPool[_Host]):
     async def _call(self, host: _Host, episode: int, name: str, argument: Any) -> Any:
         began, patience_s = time.monotonic(), max(self._timeouts.values()) + SILENCE_S
         try:
-            status, detail = await host.ask(
-                [episode, name, argument], self._timeouts[name], patience_s=patience_s
+            request = pipe.pack([episode, name, argument])
+            reply = await host.ask(
+                request, self._timeouts[name], patience_s=patience_s, in_turn=True
             )
         except (TypeError, OverflowError, pipe.MessageTooLarge) as error:
             raise EnvironmentFailed("not_sendable", str(error)) from error
         finally:
             self.seconds[name] += time.monotonic() - began
+        if len(reply) != 2 or not isinstance(reply[0], str):
+            raise EnvironmentFailed("crash", f"the environment child answered {reply!r:.80}")
+        status, detail = reply
         if status != "ok":
-            reason = "timeout" if status == STUCK else status
+            reason = "timeout" if status == pipe.STUCK else status
             raise EnvironmentFailed(
                 reason if reason in self.REASONS else "crash", str(detail)[:1000]
             )

@@ -17,14 +17,15 @@ import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pydantic
 
 from async_grpo.environments.base import Action, HasEnvironment, HasPlayers, HasTools, Observation
 from async_grpo.environments.calculator import calculator
-from async_grpo.tasks.base import Problem, Score, Task, TaskError, WarmsUp
+from async_grpo.runtime.variables import hide
+from async_grpo.tasks.base import Problem, Score, Task, TaskError, WarmsUp, scores_later
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
 _OF_THE_POLICY = (ValueError, ArithmeticError, LookupError)
@@ -80,7 +81,7 @@ class TaskWithTools:
         """Held-out problems; see `Task.evaluation`."""
         return self._task.evaluation(n)
 
-    def score(self, response: str, reference: Any) -> Score:
+    def score(self, response: str, reference: Any) -> Score | Awaitable[Score]:
         """Score the last turn of an episode; see `Task.score`."""
         return self._task.score(response, reference)
 
@@ -101,16 +102,23 @@ class _Scored:
 
     replayable = True
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Any) -> None:
         self._task = task
         self._reference: Any = None
+        self.step = self._step_later if scores_later(task) else self._step
 
     def reset(self, reference: Any, seed: int) -> Observation:
         self._reference = reference
         return Observation()
 
-    def step(self, action: Action) -> Observation:
-        score = self._task.score(action.content, self._reference)
+    def _step(self, action: Action) -> Observation:
+        return self._scored(self._task.score(action.content, self._reference))
+
+    async def _step_later(self, action: Action) -> Observation:
+        return self._scored(await self._task.score(action.content, self._reference))
+
+    @staticmethod
+    def _scored(score: Score) -> Observation:
         rewards = {name: value for name, value in score.rewards.items() if value is not None}
         if len(rewards) < len(score.rewards):
             raise TypeError(
@@ -212,9 +220,9 @@ def _text(result: Any) -> str:
 def _told(error: Exception) -> str:
     if isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
-        return f"Error: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:500]
+        return hide(f"Error: {'.'.join(map(str, first['loc']))}: {first['msg']}")[:500]
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return f"Error: {text}"[:500]
+    return hide(f"Error: {text}")[:500]
 
 
 def _imported(name: str) -> Callable[..., Any]:

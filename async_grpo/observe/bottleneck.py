@@ -282,15 +282,16 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
         )
         return seen.found("unclear", text), times
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
-    if waiting > setup.verifiers * setup.actors and seen.verify_s > seen.generate_s / 3:
-        workers = math.ceil(setup.verifiers * min(min(most.values()) / seen.rate, AT_MOST))
+    if waiting > setup.scored_at_once * setup.actors and seen.verify_s > seen.generate_s / 3:
+        name, now = setup.verifier_setting
+        more = math.ceil(now * min(min(most.values()) / seen.rate, AT_MOST))
         text = (
             f"{idle}: a group waits {seen.verify_s:.2g} s to be scored and is generated "
-            f"in {seen.generate_s:.2g} s: task.verifier.workers {workers} instead of "
-            f"{setup.verifiers}"
+            f"in {seen.generate_s:.2g} s: {name} {more} instead of {now}"
         )
-        verdict = seen.found("verifier", text, {"task.verifier.workers": workers})
-        return verdict, replace(times, verify_s=setup.actors * setup.verifiers / seen.responses)
+        verdict = seen.found("verifier", text, {name: more})
+        scored_at_once = setup.actors * setup.scored_at_once
+        return verdict, replace(times, verify_s=scored_at_once / seen.responses)
     if seen.taken >= FULL:
         times = replace(times, response_s=seen.full_s)
         return _more_engines(seen, idle, most["learner"]), times

@@ -8,12 +8,13 @@ of everything, times what it takes, measured or assumed:
     Times ---------------+
 
 With R groups of G responses per learner step, K = max_staleness, a publication every s steps, N
-engines with S places for responses and v verifiers each, L groups that may be outstanding:
+engines with S places for responses and v verifiers each, which score c at a time, L groups that may
+be outstanding:
 
     learner       R / (T_s + p / s)     T_s: a step that waits for nothing, p: a publication
     engines       R / (T_e + u / s)     T_e = R G r / (N S): r seconds of a place for a response
                                         (Little); u: an engine stands still for a publication
-    verifiers     N v / (G w)           w: a verifier needs for a response
+    verifiers     N v c / (G w)         w: a verifier needs for a response
     tail          (K + 1) R / H_b       H_b: the slowest group of a batch holds its slot, which
                                         K + 1 batches wait for
     slots         L / H                 H: a group holds its slot (Little)
@@ -43,6 +44,7 @@ FIELDS = {
     "cluster.rollout_actors.max": "actors",
     "cluster.engine.max_num_seqs": "places",
     "task.verifier.workers": "verifiers",
+    "task.verifier.concurrency": "concurrency",
     "rollout.max_open_episodes": "open_episodes",
     "learner.ranks": "rank_factor",
 }
@@ -66,6 +68,8 @@ class ThroughputSettings:
     """Responses that an engine generates at the same time."""
     verifiers: int
     """Of each actor."""
+    concurrency: int = 1
+    """Responses that a verifier scores at the same time."""
     open_episodes: int = 0
     """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
     ranks: int = 1
@@ -92,6 +96,7 @@ class ThroughputSettings:
             actors=actors or of.max or of.min,
             places=max_num_seqs,
             verifiers=config.task.verifier.workers,
+            concurrency=config.task.verifier.concurrency,
             open_episodes=rollout.max_open_episodes or 2 * max_num_seqs,
             ranks=config.learner.ranks,
             cores=cores,
@@ -101,6 +106,17 @@ class ThroughputSettings:
     def capacity(self) -> int:
         """Groups that may ever be outstanding."""
         return (self.max_staleness + 1) * self.batch
+
+    @property
+    def scored_at_once(self) -> int:
+        """Responses that all verifiers of an actor score at the same time."""
+        return self.verifiers * self.concurrency
+
+    @property
+    def verifier_setting(self) -> tuple[str, int]:
+        """The setting by which more responses are scored at the same time, and its value."""
+        name = "task.verifier.concurrency" if self.concurrency > 1 else "task.verifier.workers"
+        return name, self.concurrency if self.concurrency > 1 else self.verifiers
 
     def with_settings(self, advice: Mapping[str, float]) -> Self:
         """Return the same with these settings (dotted names; learner.ranks: how many times as
@@ -139,7 +155,7 @@ def limits(settings: ThroughputSettings, times: Times) -> dict[str, float]:
     found = {
         "learner": of.batch / step_s,
         "engines": of.batch / (generating_s + times.pause_s / every),
-        "verifiers": _per_s(of.actors * of.verifiers, of.responses * times.verify_s),
+        "verifiers": _per_s(of.actors * of.scored_at_once, of.responses * times.verify_s),
         "tail": _per_s(of.capacity, times.tail_s),
         "slots": _per_s(outstanding, times.slot_s),
     }

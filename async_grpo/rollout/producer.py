@@ -38,6 +38,7 @@ from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, enc
 from async_grpo.rollout.players import Player
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
+from async_grpo.runtime.variables import take
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
@@ -87,10 +88,13 @@ class GroupProducer(EngineHost):
         partials: str | None = None,
         actors: int = 1,
         frozen: Mapping[str, Any] | None = None,
+        env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
         continue them. actors: how many there are, about. frozen: models by name (`rollout.frozen`).
+        env_vars: `task.env_vars` with their values.
         """
+        take(env_vars or {})
         super().__init__(
             config,
             actor_id=actor_id,

@@ -61,6 +61,7 @@ from async_grpo.runtime import stacks
 from async_grpo.runtime.cores import Lender
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
+from async_grpo.runtime.variables import variables
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.deliveries import ATTEMPTS
@@ -192,6 +193,7 @@ class System:
                 backend=places.backend,
                 partials=self._partials.path,
                 frozen=self.frozen.handles | self.frozen.addresses,
+                env_vars=variables(config.task.env_vars, "task.env_vars"),
             ),
             relays=self._relays,
         )

@@ -2,13 +2,14 @@
 
 Runs in: the driver and the rollout actors (problems) and verifier children (`score`). Hides
 nothing. Invariants: a task's constructor is cheap and reads no data, because every verifier child
-constructs the task too; `score` is a pure function of its arguments and the options; what crosses
-to a child (`Problem.reference`, `Score`) is plain enough for msgpack.
+constructs the task too; `score` depends on its arguments and the options alone; what crosses to a
+child (`Problem.reference`, `Score`) is plain enough for msgpack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -76,8 +77,9 @@ class Task(Protocol):
         problem.
         """
 
-    def score(self, response: str, reference: Any) -> Score:
-        """Score one response. Pure; runs in a verifier child. A task with `environment` (see
+    def score(self, response: str, reference: Any) -> Score | Awaitable[Score]:
+        """Score one response; may be `async def` where it waits. Runs in a verifier child, with
+        `task.env_vars` in its environment. A task with `environment` (see
         `environments.base.HasEnvironment`) has none.
         """
 
@@ -88,6 +90,11 @@ class WarmsUp(Protocol):
 
     def warm_up(self) -> None:
         """Import what is slow; children call this before the first deadline starts."""
+
+
+def scores_later(task: object) -> bool:
+    """Return whether the task's `score` is a coroutine function."""
+    return inspect.iscoroutinefunction(getattr(task, "score", None))
 
 
 def is_judged(rewards: Mapping[str, float], judges: Collection[str]) -> bool:

@@ -7,14 +7,21 @@ the protocol; no code of the task runs before its memory is bounded.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from async_grpo.runtime import stacks
+from async_grpo.runtime.variables import hide, known
 from async_grpo.tasks import pipe
+from async_grpo.tasks.coroutines import MOST_THREADS, Threads
+
+LONGEST_DETAIL = 500
+"""Characters that are said of an error."""
 
 
 class Parent:
@@ -39,13 +46,36 @@ class Parent:
         told = self.receive()
         if told is None:
             sys.exit()
+        known(told["settings"]["env_vars"])
         try:
             task = made(_prepared(told), told)
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises its text
-            self.send(["failed", f"{type(error).__name__}: {error}"])
+            self.send(["failed", said(error)])
             sys.exit()
-        self.send(["ready", sorted(task.weights)])
+        from async_grpo.tasks.base import scores_later
+
+        self.send(["ready", sorted(task.weights), scores_later(task)])
         return task, told
+
+    async def serve(self, answer: Callable[..., Awaitable[list[Any]]]) -> None:
+        """Answer requests as they come, many at a time, until the parent closes the pipe. answer:
+        of the parts of a request, ["ok", ...] or [reason, detail].
+        """
+        loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+        loop.set_default_executor(Threads(MOST_THREADS, "calls"))
+        running: set[asyncio.Task[None]] = set()
+
+        async def one(call: int, request: list[Any]) -> None:
+            reply = await answer(*request)
+            try:
+                self.send([call, *reply])
+            except (TypeError, ValueError, OverflowError) as error:
+                self.send([call, "not_sendable", said(error)])
+
+        while (message := await loop.run_in_executor(reader, self.receive)) is not None:
+            task = asyncio.create_task(one(*message))
+            running.add(task)
+            task.add_done_callback(running.discard)
 
     def receive(self) -> Any:
         """Return the next message; None when the parent has closed the pipe."""
@@ -59,6 +89,11 @@ class Parent:
     def send(self, message: list[Any]) -> None:
         """Send a message. Raises TypeError, ValueError, OverflowError for one that cannot cross."""
         self._replies.write(pipe.frame(pipe.pack(message)))
+
+
+def said(error: BaseException) -> str:
+    """Return what is said of an error, without values of `task.env_vars`."""
+    return hide(f"{type(error).__name__[:100]}: {error}")[:LONGEST_DETAIL]
 
 
 def _prepared(told: dict[str, Any]) -> Any:

@@ -3,8 +3,8 @@
 Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides how a child is
 started, watched, replaced and ended:
 
-    ChildPool      place 0     place 1     ...        a kind of Child says which module runs
-       |              |           |
+    ChildPool      place 0     place 1     ...        a kind of Child says which module runs, and
+       |              |           |                   whether it has many calls at a time
      start, child: spawn -- setup ----> tasks/child.py: limits, then the task, in a process of its
        |              |   <-- "ready" -  own session; what it prints goes to stderr
        |            send -- messages -> the module's work      each with a deadline, of its caller
@@ -23,19 +23,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from async_grpo.config import schema
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.runtime import stacks
+from async_grpo.runtime.variables import known
 from async_grpo.tasks import pipe
 
 START_TIMEOUT_S = 120.0
 """Longest time a child may take to import the task and be ready."""
+SILENCE_S = 5.0
+"""A child with many calls answers this much later than its longest deadline, or is not able to."""
 _STOP_TIMEOUT_S = 10.0
 _GRACE_S = 0.2
 _LAST_WORDS_S = 2.0
@@ -70,14 +76,18 @@ class Child:
         self._stdin, self._stdout = process.stdin, process.stdout
         self.greeting: Any = None
         """What it said when it was ready: the names of the task's reward components."""
+        self.is_async = False
+        """Whether the task's `score` is a coroutine function."""
         self.leaving = False
         """Whether it gets no new work."""
         self._expected: int | None = None
         """Length of a message whose head has been read and whose body has not."""
 
     @classmethod
-    async def spawn(cls, setup: bytes) -> Self:
-        """Start a child and let it construct the task. Raises ChildError("start")."""
+    async def spawn(cls, setup: bytes, env_vars: Mapping[str, str]) -> Self:
+        """Start a child and let it construct the task. env_vars: `task.env_vars` with their values.
+        Raises ChildError("start").
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -86,7 +96,7 @@ class Child:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(cls.variables),
+            env=_environment(cls.variables, env_vars),
             start_new_session=True,
         )
         child = cls(process)
@@ -164,7 +174,7 @@ class Child:
     async def _greeted(self, setup: bytes) -> Any:
         try:
             await self.send(setup, START_TIMEOUT_S)
-            said, detail, *_ = await self.receive(START_TIMEOUT_S)
+            said, detail, *more = await self.receive(START_TIMEOUT_S)
         except ChildError as error:
             raise self.error(
                 "start",
@@ -172,6 +182,7 @@ class Child:
             ) from error
         if said != "ready":
             raise self.error("start", f"a {self.name} child could not construct the task: {detail}")
+        self.is_async = more == [True]
         return detail
 
     async def _read(self, timeout: float | None) -> list[Any]:
@@ -202,6 +213,92 @@ class Child:
             async with asyncio.timeout(within_s):
                 await self._process.wait()
         return self._process.returncode
+
+
+class ManyCalls(Child):
+    """A child that has many calls at a time, where it `answers_many`. A message is the number of a
+    call and its request; the reply is that number, and the answer. After one that says that its
+    process is spoilt it gets no new work.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process)
+        self.calls: dict[int, asyncio.Future[list[Any]]] = {}
+        """Answers that it owes, by number."""
+        self.heard = time.monotonic()
+        """When it said something last, or began to owe an answer."""
+        self._numbers, self._ended = itertools.count(), False
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def spawn(cls, setup: bytes, env_vars: Mapping[str, str]) -> Self:
+        """Start a child, and listen to it."""
+        child = await super().spawn(setup, env_vars)
+        if child.answers_many:
+            child._reader = asyncio.create_task(child._read_replies())
+        return child
+
+    @property
+    def answers_many(self) -> bool:
+        """Whether it speaks as this class says."""
+        return True
+
+    async def ask(
+        self, request: bytes, timeout_s: float, *, patience_s: float, in_turn: bool = False
+    ) -> list[Any]:
+        """Return the answer to a packed request within patience_s, in_turn: as long as the child
+        says something that often; else it is ended. Raises ChildError, MessageTooLarge.
+        """
+        if self._ended:
+            raise self.error("crash", f"the {self.name} child has ended")
+        began = time.monotonic()
+        if not self.calls:
+            self.heard = began
+        number = next(self._numbers)
+        answer = self.calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            # msgpack: an array of two values
+            await self.send(b"\x92" + pipe.pack(number) + request, timeout_s)
+            while not answer.done():
+                left = (self.heard if in_turn else began) + patience_s - time.monotonic()
+                if left <= 0:
+                    await self.end("crash", f"the child gave no answer for {patience_s:g} s")
+                    break
+                await asyncio.wait({answer}, timeout=left)
+            return await answer
+        finally:
+            del self.calls[number]
+
+    async def end(self, reason: str = "closed", detail: str = "it was ended") -> None:
+        """Kill it; the calls that it owes answers to fail."""
+        if self._ended:
+            return
+        self._ended = self.leaving = True
+        for answer in self.calls.values():
+            if not answer.done():
+                answer.set_result([reason, detail])
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        await self.kill(self._grace_s(reason))
+
+    def _grace_s(self, reason: str) -> float:
+        """How long it may take to end by itself."""
+        return 0.0
+
+    async def _read_replies(self) -> None:
+        """Deliver replies until the child ends."""
+        while True:
+            try:
+                number, *reply = await self.receive(None)
+            except ChildError as error:
+                await self.end(error.reason, str(error))
+                return
+            self.heard = time.monotonic()
+            if reply[0] in (pipe.STUCK, "memory"):  # also where nobody waits for it any more
+                self.leaving = True
+            answer = self.calls.get(number) if isinstance(number, int) else None
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
 
 
 AnyChild = TypeVar("AnyChild", bound=Child)
@@ -239,6 +336,7 @@ class ChildPool(Generic[AnyChild]):
         told = {"settings": task.model_dump(), "seed": seed, "memory_mb": limits.memory_mb}
         self._setup = pipe.pack(told | {"cpu": sorted(cpu) if cpu else None} | (more or {}))
         self._kind, self._closed = kind, False
+        self._env_vars = known(task.env_vars)
         self._places: list[AnyChild | None] = [None] * limits.workers
         self._turns = [asyncio.Lock() for _ in range(limits.workers)]
         self._children: list[AnyChild] = []
@@ -275,7 +373,7 @@ class ChildPool(Generic[AnyChild]):
         async with self._turns[place]:
             child = self._at(place)
             if child is None and not self._closed:
-                child = self._places[place] = await self._kind.spawn(self._setup)
+                child = self._places[place] = await self._kind.spawn(self._setup, self._env_vars)
                 self._children = [*self.children, child]
                 if self._closed:
                     await child.end()
@@ -294,9 +392,9 @@ class ChildPool(Generic[AnyChild]):
         await asyncio.gather(*(child.end() for child in self.children))
 
 
-def _environment(more: tuple[str, ...]) -> dict[str, str]:
+def _environment(more: tuple[str, ...], env_vars: Mapping[str, str]) -> dict[str, str]:
     """Return a clean environment in which the child can import what this process can."""
     names = (*_KEPT_ENVIRONMENT, *more)
     kept = {name: os.environ[name] for name in names if name in os.environ}
-    path = [os.path.abspath(entry) for entry in sys.path]
-    return {**kept, **stacks.environment(), **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
+    path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    return {**kept, **stacks.environment(), **_ONE_THREAD, **env_vars, **path}

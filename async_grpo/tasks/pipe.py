@@ -13,6 +13,8 @@ import msgpack
 
 MAX_MESSAGE = 32 * 2**20
 LENGTH = struct.Struct("<I")
+STUCK = "stuck"
+"""Reason of a child's reply: a timeout that its process does not get over."""
 
 
 class MessageTooLarge(ValueError):

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from async_grpo.config import schema
-from async_grpo.tasks.base import Task, TaskError
+from async_grpo.runtime.variables import hide
+from async_grpo.tasks.base import Task, TaskError, scores_later
 
 BUILT_IN = {
     "arithmetic": "async_grpo.tasks.arithmetic:Arithmetic",
@@ -111,6 +112,19 @@ def held_out(config: schema.Config, task: Task) -> int:
     return found
 
 
+def check_concurrency(config: schema.Config, task: Task) -> None:
+    """Raise TaskError where verifiers are to score several responses at the same time, and no task
+    of the run can.
+    """
+    limits = config.task.verifier
+    tasks = [task, create_task(config.evaluated_task, config.seed)]
+    if limits.concurrency > 1 and not any(map(scores_later, tasks)):
+        raise TaskError(
+            f"task.verifier.concurrency is {limits.concurrency}, which is for tasks with an "
+            f"`async def score`, and {config.task.name} has none: use task.verifier.workers"
+        )
+
+
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
     """Index in [0, n) of a group's problem: a fresh pseudo-random permutation per epoch, by a
     Feistel network over the next even power of two, walked until below n (at most 4 steps on
@@ -155,7 +169,7 @@ def _described(error: BaseException) -> str:
     frames, place = traceback.extract_tb(error.__traceback__), ""
     if frames and not isinstance(error, SyntaxError):
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
+    return f"{type(error).__name__}: {' '.join(hide(str(error)).split())[:200]}{place}"
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

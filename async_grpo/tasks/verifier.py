@@ -1,10 +1,13 @@
-"""Scores responses in child processes: a verifier that hangs or crashes harms one response alone.
+"""Scores responses in child processes, so that one that hangs or crashes harms no engine.
 
 Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides which child
-scores what, and what is sent to it. Invariants: every response gets exactly one answer, a Score or
-a VerifierError, in order; a child has `task.verifier.timeout_s` per response and is replaced when
-it takes longer, dies or runs out of memory; whatever a child says is checked. What an error means
-for the run (`task.verifier.on_error`) is decided by the caller.
+scores what, and what is sent to it: several responses in one message, which it scores one after the
+other; or where the task's `score` is a coroutine function, one, beside up to
+`task.verifier.concurrency` - 1 others. Invariants: every response gets exactly one answer, a Score
+or a VerifierError, in order; there are `task.verifier.timeout_s` for each, after which the child is
+replaced, or the coroutine cancelled; a child that is lost takes the responses under way in it, and
+no others; whatever a child says is checked. What an error means for the run
+(`task.verifier.on_error`) is decided by the caller.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Score, check_score, is_judged
-from async_grpo.tasks.children import Child, ChildError, ChildPool
+from async_grpo.tasks.children import SILENCE_S, ChildError, ChildPool, ManyCalls
 
 _LONGEST_DETAIL = 1000
 _CHUNK_ITEMS = 64
@@ -29,11 +32,21 @@ class VerifierError(ChildError):
     """One response could not be scored. `reason` is one of `VerifierPool.REASONS`."""
 
 
-class _Verifier(Child):
+class _Verifier(ManyCalls):
     name, module = "verifier", "async_grpo.tasks.verifier_child"
     setting, error = "task.verifier.timeout_s", VerifierError
     asked: float | None = None
-    """Since when the child owes an answer (monotonic seconds)."""
+    """Since when the child owes an answer (monotonic seconds), where it has one call at a time."""
+
+    @property
+    def answers_many(self) -> bool:
+        """Whether coroutines score."""
+        return self.is_async
+
+    @property
+    def owes_since(self) -> float | None:
+        """Since when it has said nothing, and owes an answer (monotonic seconds)."""
+        return self.heard if self.calls else self.asked
 
 
 class VerifierPool(ChildPool[_Verifier]):
@@ -48,11 +61,22 @@ class VerifierPool(ChildPool[_Verifier]):
         super().__init__(_Verifier, settings, settings.verifier, seed=seed, cpu=cpu)
         self.spent = {"verified": 0.0, "verifying_s": 0.0}
         """Responses that were answered for, and the children's seconds for them."""
+        self._limits, self._is_async = settings.verifier, False
         self._timeout = settings.verifier.timeout_s
         self._counted = None if is_judged(settings.rewards, settings.judges) else ()
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for place in range(settings.verifier.workers):
             self._free.put_nowait(place)
+        self._asking: set[asyncio.Task[Score | VerifierError]] = set()
+
+    async def start(self) -> None:
+        """See `ChildPool.start`."""
+        await super().start()
+        self._is_async = any(child.is_async for child in self.children)
+        if self._is_async:
+            for _ in range(self._limits.concurrency - 1):
+                for place in range(self._limits.workers):
+                    self._free.put_nowait(place)
 
     async def score(self, response: str, reference: Any) -> Score:
         """Score one response. Raises VerifierError."""
@@ -88,13 +112,14 @@ class VerifierPool(ChildPool[_Verifier]):
     def busy(self) -> list[tuple[int, float]]:
         """(process id, seconds since its last answer) of every child that owes one."""
         return [
-            (child.pid, time.monotonic() - child.asked)
+            (child.pid, time.monotonic() - since)
             for child in self.children
-            if child.asked is not None
+            if (since := child.owes_since) is not None
         ]
 
     def _chunks(self, bodies: dict[int, bytes]) -> list[list[int]]:
         most = max(1, min(_CHUNK_ITEMS, -(-len(bodies) // len(self._places))))
+        most = 1 if self._is_async else most
         chunks: list[list[int]] = []
         size = 0
         for index, body in bodies.items():
@@ -112,6 +137,13 @@ class VerifierPool(ChildPool[_Verifier]):
         outcomes: list[Score | VerifierError | None],
     ) -> None:
         place = await self._free.get()
+        if self._is_async:
+            # whoever waits may be cancelled, and the child would still be at work
+            asking = asyncio.create_task(self._ask(place, bodies[chunk[0]]))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            outcomes[chunk[0]] = await asyncio.shield(asking)
+            return
         try:
             rest = chunk
             while rest:
@@ -147,9 +179,29 @@ class VerifierPool(ChildPool[_Verifier]):
         finally:
             if child.asked is not None:  # nobody waits for what it may still answer
                 await child.kill()
-        self.spent["verified"] += len(done)
-        self.spent["verifying_s"] += time.monotonic() - began
+        self._spend(len(done), began)
         return done
+
+    async def _ask(self, place: int, body: bytes) -> Score | VerifierError:
+        """Answer of a child that scores others meanwhile; then the place is free again."""
+        began, patience_s = time.monotonic(), self._timeout + SILENCE_S
+        try:
+            child = await self.child(place)
+            try:
+                reply = await child.ask(body, self._timeout, patience_s=patience_s)
+            finally:
+                if child.leaving and not child.calls:
+                    await child.end()
+            return _outcome(reply, child.greeting, self._counted)
+        except VerifierError as error:
+            return error
+        finally:
+            self._spend(1, began)
+            self._free.put_nowait(place)
+
+    def _spend(self, verified: int, began: float) -> None:
+        self.spent["verified"] += verified
+        self.spent["verifying_s"] += time.monotonic() - began
 
 
 def _outcome(
@@ -159,8 +211,9 @@ def _outcome(
     try:
         if message[0] == "ok" and len(message) == 3:
             return check_score(Score(message[1], message[2]), components, counted)
-        if message[0] in VerifierPool.REASONS:
-            return VerifierError(message[0], str(message[1])[:_LONGEST_DETAIL])
+        reason = "timeout" if message[0] == pipe.STUCK else message[0]
+        if reason in VerifierPool.REASONS:
+            return VerifierError(reason, str(message[1])[:_LONGEST_DETAIL])
     except (TypeError, ValueError, OverflowError) as error:
         raise VerifierError(
             "crash",

@@ -166,7 +166,13 @@ async def fleet(
         session=session,
         placement=where,
         options=options,
-        spec=ActorSpec(None, model_dir="", device=where.device, backend="shared_memory"),
+        spec=ActorSpec(
+            None,
+            model_dir="",
+            device=where.device,
+            backend="shared_memory",
+            env_vars={"A_KEY": "of a service"},
+        ),
         relays=Relays(
             home=where.learners[0].node_id,
             key="",
@@ -252,6 +258,8 @@ async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
         victim = here.manager.alive()[1]
         victim.handle.die.remote()
         await here.until(lambda: "actor-1.1" in here.ids, "a replacement")
+        told = [await engine.handle.told.remote() for engine in here.manager.alive()]
+        assert told == [{"A_KEY": "of a service"}] * 2
         assert here.client.forfeited == ["actor-1.0"] and (
             here.manager.budget.faults,
             here.manager.budget.restarts,

@@ -47,10 +47,11 @@ CASES = {
 
 
 def verdict_on(
-    scenario: Scenario, *, gain: Gain | None = None, checked: bool = False
+    scenario: Scenario, *, gain: Gain | None = None, checked: bool = False, **known: int
 ) -> Bottleneck:
     lines = simulate(scenario, checked=checked).lines[SKIPPED - 1 : -SKIPPED]
-    observer = BottleneckWatch(scenario.workload(), min_steps=len(lines) - 1, min_s=0.0, gain=gain)
+    settings = replace(scenario.workload(), **known)
+    observer = BottleneckWatch(settings, min_steps=len(lines) - 1, min_s=0.0, gain=gain)
     *before, verdict = [observer.observe(line) for line in lines]
     assert not any(before) and verdict is not None
     return verdict
@@ -97,6 +98,17 @@ def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: st
     known = verdict_on(scenario, gain=planned(scenario))  # the planner knows what it brings
     assert (known.kind, known.advice) == (verdict.kind, verdict.advice), known.text
     assert 0.75 < (after - before) / known.predicted_gain < 1.35, f"{before} -> {after}"
+
+
+def test_where_coroutines_score_more_of_them_are_advised() -> None:
+    scenario = replace(CASES["verifier"], verifiers=2, verify_s=1.6)
+    children = verdict_on(scenario)
+    [(setting, value)] = children.advice.items()
+    assert setting == "task.verifier.workers" and value > 2
+    coroutines = verdict_on(scenario, verifiers=1, concurrency=2)
+    assert coroutines.advice == {"task.verifier.concurrency": value}
+    assert coroutines.text == children.text.replace("workers", "concurrency")
+    assert coroutines.predicted_gain == children.predicted_gain
 
 
 def test_a_larger_bound_is_no_advice_while_fewer_groups_are_outstanding_than_it_allows() -> None:

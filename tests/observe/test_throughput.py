@@ -56,6 +56,7 @@ def test_what_takes_no_time_is_no_limit() -> None:
         ("cluster.rollout_actors.max", 4, {"engines": 8 / 7, "verifiers": 6, "environments": 4}),
         ("cluster.engine.max_num_seqs", 32, {"engines": 8 / 7}),
         ("task.verifier.workers", 6, {"verifiers": 6}),
+        ("task.verifier.concurrency", 2, {"verifiers": 6}),
         ("replay.max_staleness", 3, {"tail": 1, "slots": 2}),
         ("replay.outstanding", 12, {"slots": 12 / 16}),
         ("rollout.max_open_episodes", 20, {"environments": 4}),

@@ -23,9 +23,15 @@ class StandIn:
         partials: Any = None,
         actors: int = 1,
         frozen: Any = None,
+        env_vars: Any = None,
     ) -> None:
         self.actor_id, self._over, self._link = actor_id, asyncio.Event(), asyncio.Event()
+        self._env_vars = env_vars
         self._link.set()
+
+    async def told(self) -> Any:
+        """Variables that it starts with."""
+        return self._env_vars
 
     async def start(self, *, backend: str, label: str) -> None:
         pass

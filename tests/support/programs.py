@@ -36,6 +36,7 @@ def config_of(command: list[str], *, endpoint: dict[str, Any] | None = None, **m
             "task": {
                 "name": "program",
                 "options": {"command": command, "of": "chain", **more.pop("options", {})},
+                "env_vars": more.pop("env_vars", []),
             },
             "rollout": limits | {"rollout_batch_size": 2, "group_size": 2} | more,
             "environment": environment,

@@ -377,4 +377,5 @@ WIRES = [
     Wire("evaluation.n", 4, evaluated),
     Wire("checkpoint.partial_rollouts", True, gathered, {"rollout.seeded": "off"}),
     Wire("task.verifier.workers", 3, modelled),
+    Wire("task.verifier.concurrency", 3, modelled),
 ]

@@ -115,7 +115,7 @@ def started(config: Config) -> list[Any]:
     """The children of a pool, and what they are told."""
     seen: list[Any] = []
 
-    async def spawn(setup: bytes) -> None:
+    async def spawn(setup: bytes, env_vars: list[str]) -> None:
         told = pipe.unpack(setup)
         seen.append((told["memory_mb"], told["tools"], sorted(told["timeouts"].items())))
         raise EnvironmentFailed("start", "these are enough")

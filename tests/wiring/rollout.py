@@ -137,8 +137,11 @@ async def _acted(config: Config) -> list[Any]:
 
 
 def verified(config: Config) -> list[Any]:
-    """The children that verify: how many, their memory, how long one may take, and a score."""
-    return asyncio.run(_verified(config))
+    """The children that verify: how many, their memory and variables, how long one may take, and a
+    score.
+    """
+    with mock.patch.dict("os.environ", A_KEY="of a service"):
+        return asyncio.run(_verified(config))
 
 
 async def _verified(config: Config) -> list[Any]:
@@ -153,9 +156,10 @@ async def _verified(config: Config) -> list[Any]:
                 [line for line in text.splitlines() if line.startswith("Max data size")]
                 for text in (Path(f"/proc/{pid}/limits").read_text() for pid in started)
             ]
+            known = [b"A_KEY=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in started]
         finally:
             await pool.close()
-    return [limits, scored.rewards, sorted(waits)]
+    return [limits, known, scored.rewards, sorted(waits)]
 
 
 def _children() -> list[int]:
@@ -272,6 +276,7 @@ WIRES = [
     Wire("task.verifier.on_error", "zero", acted),
     Wire("evaluation.n", 3, acted),
     Wire("evaluation.temperature", 0.3, acted),
+    Wire("task.env_vars", ["A_KEY"], verified),
     Wire("task.verifier.workers", 2, verified),
     Wire("task.verifier.timeout_s", 33.0, verified),
     Wire("task.verifier.memory_mb", 1024, verified),

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cluster.addresses import addresses
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.environments.base import HasEnvironment, HasPlayers
 from async_grpo.environments.tools import TaskWithTools, with_tools
@@ -173,7 +172,6 @@ def check_fit(
             raise SetupError(f"evaluation.task: {error}") from error
     if config.model.path is not None:
         yield from check_architecture(config, model, learner=not of_evaluation)
-    addresses(config)
     for name in config.frozen_here:
         try:
             _check_frozen(config, name, model, tokenizer)

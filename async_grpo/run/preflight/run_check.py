@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.cluster.addresses import addresses
 from async_grpo.config.load import preflight_files
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
 from async_grpo.run.preflight.model import check_metric_and_journal, look
+from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import TaskError, task_weights
-from async_grpo.tasks.registry import held_out, load_task
+from async_grpo.tasks.registry import check_concurrency, held_out, load_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     """Check configuration, files and task. notes: of an earlier check. Raises SetupError."""
     try:
         preflight_files(config)
+        addresses(config)
+        variables(config.task.env_vars, "task.env_vars")
         task = load_task(config.task, config.seed)
+        check_concurrency(config, task)
         weights = task_weights(config.task, task)
         check_metric_and_journal(config, list(weights))
         evaluated = held_out(config, task)

@@ -84,8 +84,8 @@ def _free(work: Workload) -> list[tuple[str, str, float]]:
     if work.pause_s or work.exposed_s:
         tried.append(("weight_sync.every_steps", str(2 * every), 2.0 * every))
     if work.verify_s:
-        workers = 2 * work.verifiers
-        tried.append(("task.verifier.workers", str(workers), float(workers)))
+        name, now = work.verifier_setting
+        tried.append((name, str(2 * now), 2.0 * now))
     if work.outstanding is not None and work.outstanding < work.capacity:
         tried.append(("replay.outstanding", str(work.capacity), float(work.capacity)))
     return tried

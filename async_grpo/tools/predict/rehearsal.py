@@ -94,7 +94,7 @@ class Rehearsal:
             SharedEngine(workload.speed, workload.places) for _ in range(workload.actors)
         ]
         self._look_at = [math.inf] * workload.actors
-        self._free_at = [[0.0] * workload.verifiers for _ in range(workload.actors)]
+        self._free_at = [[0.0] * workload.scored_at_once for _ in range(workload.actors)]
         self._limit = OutstandingLimit(_queue_settings(workload))
         self._groups = [0] * workload.actors
         """Groups that each actor has."""

@@ -267,7 +267,7 @@ def test_a_forked_program_is_as_one_that_was_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Variables, arguments, directory, environment in /proc, numbers by chance, exit status."""
-    passed = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+    passed = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "NAMED")
     for name in (*passed[2:], "SECRET"):
         monkeypatch.setenv(name, str(tmp_path))
     told = []
@@ -276,7 +276,8 @@ def test_a_forked_program_is_as_one_that_was_begun(
         for _ in range(2):
             command = [*script("failing"), "tells", str(tmp_path / "told"), "more"]
             options = {"preload": preload, "directory": str(tmp_path), "variables": {"A": "b c"}}
-            found, _ = play(Saying("a1"), config_of(command, options=options))
+            config = config_of(command, options=options, env_vars=["NAMED"])
+            found, _ = play(Saying("a1"), config)
             assert isinstance(found, EnvironmentFailed) and "exit status 1: the end" in str(found)
             lines.append(json.loads((tmp_path / "told").read_text()))
         assert lines[0].pop("by_chance") != lines[1].pop("by_chance")

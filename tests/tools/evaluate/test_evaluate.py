@@ -93,7 +93,8 @@ def test_what_a_run_has_stored_does_not_stand_in_the_way(run_dir: Path, tmp_path
     spoiled = spoiled.replace("  before: true\n  task: null\n", "  before: true\n", 1)
     assert spoiled.count("kl_loss_coef: 0.5") == spoiled.count("register_model: mine") == 1
     (moved / "config.yaml").write_text(spoiled)
-    own = settings(str(moved), task=None, overrides=[])
+    own = settings(str(moved), task=None, overrides=["task.env_vars=[A_KEY]"])
+    assert own.evaluated_task.env_vars == ["A_KEY"]
     assert own.algorithm.kl_loss_coef == 0.5 and own.evaluated_task.name == "arithmetic"
     assert settings(str(moved), task="gsm8k", overrides=[]).evaluated_task.name == "gsm8k"
 

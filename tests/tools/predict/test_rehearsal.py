@@ -150,6 +150,7 @@ def test_the_queue_need_not_be_deeper_than_that() -> None:
     [
         ({"max_staleness": 0, "learner_s": 3.0}, "replay.max_staleness"),
         ({"verify_s": 0.5}, "task.verifier.workers"),
+        ({"verify_s": 1.0, "concurrency": 2}, "task.verifier.concurrency"),
         ({"exposed_s": 6.0, "publish_s": 6.0, "max_staleness": 3}, "weight_sync.every_steps"),
         ({"learner_s": 50.0, "max_staleness": 1}, "learner.ranks"),
         ({"learner_s": 0.05, "max_staleness": 6}, "cluster.rollout_actors.max"),
