@@ -106,16 +106,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{teachers[0]['machine'].split(';')[0]}; teacher: {first:.1%} -> {last:.1%} in "
         f"{STEPS['teacher']} learner steps, {goal:.1%} after {needed:.1f}.",
         "",
-        f"| student | before | after {STEPS['student']} steps | {SHARE:g} of the gain after | "
-        "KL to the teacher, first and last step |",
-        "|---|---|---|---|---|",
+        f"| student | before | after {STEPS['student']} steps | the teacher's steps until then | "
+        f"{SHARE:g} of the gain after | KL to the teacher, first and last step |",
+        "|---|---|---|---|---|---|",
     ]
     took = [until(row["points"], goal) for row in students]
     for row, steps in zip(students, took, strict=True):
         before, after = row["points"][0][2], row["points"][-1][2]
         kl = f"{row['teacher_kl'][0]:.3f}, {row['teacher_kl'][-1]:.3f}"
         when = "never" if steps is None else f"{steps:.1f} steps"
-        lines.append(f"| seed {row['seed']} | {before:.1%} | {after:.1%} | {when} | {kl} |")
+        equal = until(teachers[0]["points"], after)
+        theirs = "more than it took" if equal is None else f"{equal:.1f}"
+        cells = f"seed {row['seed']} | {before:.1%} | {after:.1%} | {theirs} | {when} | {kl}"
+        lines.append(f"| {cells} |")
     shares = [steps / needed for steps in took if steps is not None and needed]
     met = len(shares) == len(took) and max(shares) <= AIM
     missed = f", never in {len(took) - len(shares)}" if len(shares) < len(took) else ""

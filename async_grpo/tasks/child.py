@@ -92,8 +92,9 @@ class Parent:
 
 
 def said(error: BaseException) -> str:
-    """Return what is said of an error, without values of `task.env_vars`."""
-    return hide(f"{type(error).__name__[:100]}: {error}")[:LONGEST_DETAIL]
+    """Return what is said of an error, on one line and without values of `task.env_vars`."""
+    text = f"{type(error).__name__[:100]}: {error}"
+    return hide(" ".join(text.split()))[:LONGEST_DETAIL]
 
 
 def _prepared(told: dict[str, Any]) -> Any:

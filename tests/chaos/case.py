@@ -76,10 +76,12 @@ def episodes(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any
 def taught(home: Path, *, ranks: int) -> dict[str, Any]:
     """The same with a teacher, which says what every sampled token is worth."""
     found = settings(home, ranks=ranks)
-    path = write_model(home / "teacher", positions=64, seed=1)
+    path = write_model(home / "teacher", positions=128, seed=1)
     teacher = {"path": str(path), "engine": {"max_num_seqs": 8}, "timeout_s": 10.0}
     return found | {
         "frozen": {"teacher": teacher},
+        # all groups wait for one process
+        "watchdog": found["watchdog"] | {"step_timeout_s": 120.0},
         "algorithm": found["algorithm"] | {"distill": {"teacher": "teacher"}},
     }
 
