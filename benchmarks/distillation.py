@@ -36,6 +36,7 @@ from benchmarks.harness import (
     real_model,
     run_logged,
     spread,
+    until,
     write_docs,
 )
 
@@ -80,19 +81,6 @@ def run(kind: str, seed: int, directory: Path, *, teacher: Path) -> dict[str, An
     return {"kind": kind, "seed": seed, "points": points, "teacher_kl": kl} | where
 
 
-def until(points: Sequence[Sequence[float]], goal: float) -> float | None:
-    """Learner steps until the accuracy first reaches a goal; None where it never does."""
-    before: Sequence[float] | None = None
-    for point in points:
-        if point[2] >= goal:
-            if before is None:
-                return point[0]
-            share = (goal - before[2]) / (point[2] - before[2])
-            return before[0] + share * (point[0] - before[0])
-        before = point
-    return None
-
-
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The result as Markdown."""
     teachers = [row for row in rows if row["kind"] == "teacher"]
@@ -101,7 +89,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         return ["Not measured yet."]
     first, last = teachers[0]["points"][0][2], teachers[0]["points"][-1][2]
     goal = first + SHARE * (last - first)
-    needed = until(teachers[0]["points"], goal)
+    needed = until(teachers[0]["points"], goal, 0)
     lines = [
         f"{teachers[0]['machine'].split(';')[0]}; teacher: {first:.1%} -> {last:.1%} in "
         f"{STEPS['teacher']} learner steps, {goal:.1%} after {needed:.1f}.",
@@ -110,12 +98,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{SHARE:g} of the gain after | KL to the teacher, first and last step |",
         "|---|---|---|---|---|---|",
     ]
-    took = [until(row["points"], goal) for row in students]
+    took = [until(row["points"], goal, 0) for row in students]
     for row, steps in zip(students, took, strict=True):
         before, after = row["points"][0][2], row["points"][-1][2]
         kl = f"{row['teacher_kl'][0]:.3f}, {row['teacher_kl'][-1]:.3f}"
         when = "never" if steps is None else f"{steps:.1f} steps"
-        equal = until(teachers[0]["points"], after)
+        equal = until(teachers[0]["points"], after, 0)
         theirs = "more than it took" if equal is None else f"{equal:.1f}"
         cells = f"seed {row['seed']} | {before:.1%} | {after:.1%} | {theirs} | {when} | {kl}"
         lines.append(f"| {cells} |")

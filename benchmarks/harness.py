@@ -209,6 +209,21 @@ def cell(values: Sequence[float]) -> str:
     return f"{mean:.1%}" + ("" if math.isnan(half) else f" ± {100 * half:.1f}")
 
 
+def until(points: Sequence[Sequence[float]], goal: float, column: int) -> float | None:
+    """Steps (column 0), seconds (1) or more until the accuracy, the last column, first reaches a
+    goal, by straight lines between evaluations; None where it never does.
+    """
+    before: Sequence[float] | None = None
+    for point in points:
+        if point[-1] >= goal:
+            if before is None:
+                return point[column]
+            share = (goal - before[-1]) / (point[-1] - before[-1])
+            return before[column] + share * (point[column] - before[column])
+        before = point
+    return None
+
+
 def difference(values: Sequence[float]) -> str:
     """Mean and 95 % interval in points; bold where 0 lies outside."""
     if not values:

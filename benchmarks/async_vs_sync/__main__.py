@@ -45,6 +45,7 @@ from benchmarks.harness import (
     read_rows,
     real_model,
     run_logged,
+    until,
     write_docs,
 )
 
@@ -226,21 +227,6 @@ def course(lines: Sequence[dict[str, float]], workload: Workload) -> dict[str, A
         "idle": starved / window,
         "staleness_mean": statistics.mean(line["train/staleness_mean"] for line in kept),
     }
-
-
-def until(points: Sequence[Sequence[float]], goal: float, column: int) -> float | None:
-    """Seconds (column 1) or tokens (2) until the accuracy first reaches a goal, by straight lines
-    between evaluations; None where it never does.
-    """
-    before: Sequence[float] | None = None
-    for point in points:
-        if point[3] >= goal:
-            if before is None:
-                return point[column]
-            share = (goal - before[3]) / (point[3] - before[3])
-            return before[column] + share * (point[column] - before[column])
-        before = point
-    return None
 
 
 def pairs(

@@ -22,8 +22,8 @@ TEACHER = row("teacher", 100, 0.0, 0.4, 0.6, 0.8, 1.0)  # 0.9 of the gain after 
 
 
 def test_steps_are_counted_until_the_same_share_of_the_gain() -> None:
-    assert distillation.until(TEACHER["points"], 0.9) == pytest.approx(10.5)
-    assert distillation.until(TEACHER["points"], 1.1) is None
+    assert distillation.until(TEACHER["points"], 0.9, 0) == pytest.approx(10.5)
+    assert distillation.until(TEACHER["points"], 1.1, 0) is None
     fast, slow = row("student", 0, 0.0, 0.9), row("student", 1, 0.0, 0.5, 0.8, 1.0)
     *_, aim = distillation.table([TEACHER, fast, slow])
     assert "0.17 (0.10 to 0.24)" in aim and aim.endswith("| met |")
