@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 
 _TAIL_BYTES = 2**20
+_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars"}
+"""Keys of the task on which a completed group does not depend, or that are digested apart."""
 
 
 @dataclass
@@ -349,7 +351,7 @@ def _identity(config: Config, fingerprint: str) -> str:
         "seed": config.seed,
         "data": fingerprint,
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
-        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction", "judges"}),
+        "task": config.task.model_dump(exclude=_NOT_OF_GROUPS),
         "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}

@@ -13,7 +13,10 @@ from async_grpo.config import yaml12
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare, training_digest
 from async_grpo.config.stored import answers, read_settings, renewed
+from async_grpo.replay.journal import Segment, segments
+from async_grpo.replay.resume import JournalSettings
 from async_grpo.run.trainer import Trainer
+from async_grpo.tasks.registry import load_task
 from tests.support import typed
 from tests.support.verbs import migrate
 
@@ -194,6 +197,11 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
     assert config.algorithm.clip_schedule.name == before["algorithm"]["clip_schedule"]["kind"]
     # what was computed at a2108c3, of these settings in their form of then
     assert training_digest(config).startswith("218420e07099e5b2")
+    task = load_task(config.task, config.seed)
+    journal = JournalSettings.of(config, start="x", fingerprint=task.fingerprint)
+    directory = RECORDED / run / "journal"
+    recorded = Segment(directory, segments(directory)[-1]).snapshot
+    assert (journal.identity, journal.training) == (recorded["identity"], recorded["training"])
 
 
 def test_what_is_answered_for_a_whole_file_of_before_can_be_obeyed(tmp_path: Path) -> None:
