@@ -3,9 +3,10 @@ benchmarks.distillation [--teacher runs/taught] [--rows benchmarks/results/disti
 [--docs docs/how-to/distill.md]`.
 
     teacher   SmolLM2-135M-Instruct learns sums by rewards; its last checkpoint
-    students  three seeds: the model as it came learns from that teacher alone
+    students  three seeds each: the model as it came learns from that teacher alone, by its
+              log-prob of the sampled token, or by its eight most probable ones
 
-Both have the same rate, batch and staleness; nothing is tuned. The gain of the teacher is its
+All have the same rate, batch and staleness; nothing is tuned. The gain of the teacher is its
 held-out accuracy at the end, above that of the model as it came. What is compared are the learner
 steps until 0.9 of that gain, by straight lines between evaluations: of the teacher's own training,
 and of each student's. One row per run is appended to the file, so that it can be stopped and
@@ -40,10 +41,10 @@ from benchmarks.harness import (
     write_docs,
 )
 
-STEPS = {"teacher": 30, "student": 10}
-EVERY = {"teacher": 3, "student": 1}
-"""Learner steps from one evaluation to the next."""
-SEEDS = {"teacher": (100,), "student": (0, 1, 2)}
+TEACHER, STUDENTS = "teacher", {"top 8": 8, "sampled token": 0}
+"""Kinds of runs; of students, with `teacher_top_k`."""
+SEEDS = {TEACHER: (100,), **dict.fromkeys(STUDENTS, (0, 1, 2))}
+STEPS, STUDENT_STEPS = 30, 10
 SHARE, AIM = 0.9, 1 / 3
 """Of the teacher's gain, and of its steps."""
 TIMEOUT_S = 3_600.0
@@ -52,13 +53,17 @@ SAME = ("learner.lr=2e-5", "replay.max_staleness=1", "evaluation.max_samples=100
 
 def run(kind: str, seed: int, directory: Path, *, teacher: Path) -> dict[str, Any]:
     """Train as a user would; what it reached. teacher: run directory of the teacher."""
-    settings = [f"run.total_steps={STEPS[kind]}", f"seed={seed}", *SAME, *real_model()]
-    settings.append(f"evaluation.every_steps={EVERY[kind]}")
-    if kind == "student":
+    settings = [f"seed={seed}", *SAME, *real_model()]
+    if kind == TEACHER:
+        settings += [f"run.total_steps={STEPS}", "evaluation.every_steps=3"]
+    else:
         [checkpoint] = (teacher / "checkpoints").glob("*/hf")
+        distill = f"teacher: teacher, reward_coef: 0.0, teacher_top_k: {STUDENTS[kind]}"
         settings += [
+            f"run.total_steps={STUDENT_STEPS}",
+            "evaluation.every_steps=1",
             f"frozen={{teacher: {{path: {checkpoint}}}}}",
-            "algorithm.distill={teacher: teacher, reward_coef: 0.0}",
+            f"algorithm.distill={{{distill}}}",
         ]
     command = ["async_grpo.run", f"{REAL_MODEL}/smollm2_sums.yaml", *settings]
     run_logged(
@@ -83,8 +88,8 @@ def run(kind: str, seed: int, directory: Path, *, teacher: Path) -> dict[str, An
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The result as Markdown."""
-    teachers = [row for row in rows if row["kind"] == "teacher"]
-    students = [row for row in rows if row["kind"] == "student"]
+    teachers = [row for row in rows if row["kind"] == TEACHER]
+    students = [row for row in rows if row["kind"] != TEACHER]
     if not teachers or not students:
         return ["Not measured yet."]
     first, last = teachers[0]["points"][0][2], teachers[0]["points"][-1][2]
@@ -92,9 +97,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     needed = until(teachers[0]["points"], goal, 0)
     lines = [
         f"{teachers[0]['machine'].split(';')[0]}; teacher: {first:.1%} -> {last:.1%} in "
-        f"{STEPS['teacher']} learner steps, {goal:.1%} after {needed:.1f}.",
+        f"{STEPS} learner steps, {goal:.1%} after {needed:.1f}.",
         "",
-        f"| student | before | after {STEPS['student']} steps | the teacher's steps until then | "
+        f"| student | before | after {STUDENT_STEPS} steps | the teacher's steps until then | "
         f"{SHARE:g} of the gain after | KL to the teacher, first and last step |",
         "|---|---|---|---|---|---|",
     ]
@@ -105,14 +110,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         when = "never" if steps is None else f"{steps:.1f} steps"
         equal = until(teachers[0]["points"], after, 0)
         theirs = "more than it took" if equal is None else f"{equal:.1f}"
-        cells = f"seed {row['seed']} | {before:.1%} | {after:.1%} | {theirs} | {when} | {kl}"
+        who = f"{row['kind']}, seed {row['seed']}"
+        cells = f"{who} | {before:.1%} | {after:.1%} | {theirs} | {when} | {kl}"
         lines.append(f"| {cells} |")
-    shares = [steps / needed for steps in took if steps is not None and needed]
-    met = len(shares) == len(took) and max(shares) <= AIM
-    missed = f", never in {len(took) - len(shares)}" if len(shares) < len(took) else ""
-    figure = (spread(shares) if shares else "-") + missed
-    what = f"{SHARE:g} of the gain in at most a third of the teacher's steps"
-    return [*lines, "", *aims_table([aim(what, figure, met=met)])]
+    aims = []
+    for kind in STUDENTS:
+        mine = [steps for row, steps in zip(students, took, strict=True) if row["kind"] == kind]
+        shares = [steps / needed for steps in mine if steps is not None and needed]
+        met = 0 < len(shares) == len(mine) and max(shares) <= AIM
+        missed = f", never in {len(mine) - len(shares)}" if len(shares) < len(mine) else ""
+        what = f"{SHARE:g} of the gain in at most a third of the teacher's steps, {kind}"
+        aims.append(aim(what, (spread(shares) if shares else "-") + missed, met=met))
+    return [*lines, "", *aims_table(aims)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -129,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind, seed in [] if arguments.table else wanted:
         if (kind, seed) not in done:
             home = arguments.teacher
-            directory = home if kind == "teacher" else home.with_name(f"{home.name}-{seed}")
+            student = f"{home.name}-{kind.replace(' ', '-')}-{seed}"
+            directory = home if kind == TEACHER else home.with_name(student)
             shutil.rmtree(directory, ignore_errors=True)  # of a run that was stopped
             row = run(kind, seed, directory, teacher=home)
             append(arguments.rows, row)

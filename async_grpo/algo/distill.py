@@ -9,6 +9,9 @@ from torch import Tensor
 
 from async_grpo.algo.rows import check_shapes
 
+REST = 1e-6
+"""Added to the probability of all other tokens, so that its gradient stays finite."""
+
 
 def distilled_advantages(
     advantages: Tensor,
@@ -28,3 +31,19 @@ def distilled_advantages(
     """
     check_shapes(logprobs, advantages=advantages, teacher_logprobs=teacher_logprobs)
     return reward_coef * advantages + coef * (teacher_logprobs - logprobs.detach())
+
+
+def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """Return the forward KL(q || pi) [...] in nats, from log-probs [..., k] of the teacher's k most
+    probable tokens; all other tokens count as one. Differentiable in `logprobs`, log pi.
+
+    That one makes it a lower bound of the KL over the vocabulary, equal where pi shares its
+    probability among them in proportion to q. It takes no importance weight of its token, since it
+    sums over all; that an older policy sampled the tokens before it is left uncorrected. Raises
+    ValueError for a shape mismatch.
+    """
+    check_shapes(logprobs, teacher_logprobs=teacher_logprobs)
+    q = teacher_logprobs.exp()
+    rests = [(1 - one.sum(-1)).clamp(min=0) + REST for one in (q, logprobs.exp())]
+    others = rests[0] * (rests[0].log() - rests[1].log())
+    return (q * (teacher_logprobs - logprobs)).sum(-1) + others

@@ -42,8 +42,8 @@ def token_logprobs(
     linear: tuple[Tensor, Tensor | None] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from
-    `hidden` [N, H]; both differentiable. N may be 0.
+    """Compute log-probs of `targets` [N] or [N, K] int64 and, if asked for, entropies [N] in nats,
+    from `hidden` [N, H]; both differentiable. N may be 0.
 
     `project` maps [n, H] to logits [n, vocab_size]. It is called on chunks of n tokens with n x
     vocab_size float32 under `chunk_bytes`, and once more per chunk in the backward pass if there
@@ -52,9 +52,10 @@ def token_logprobs(
     linear: weights [vocab_size, H] and bias [vocab_size] or None, where `project` is their plain
     product. Raises ValueError for mismatched shapes.
     """
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+    if hidden.dim() != 2 or targets.shape[:1] != hidden.shape[:1] or targets.dim() > 2:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} must be [N, H] and targets {tuple(targets.shape)} [N]"
+            f"hidden {tuple(hidden.shape)} must be [N, H] and targets {tuple(targets.shape)} [N], "
+            "or [N, K]"
         )
     if not temperature > 0 or vocab_size < 1 or chunk_bytes < 1:
         raise ValueError(
@@ -171,9 +172,9 @@ def _picked(
 ) -> tuple[Tensor, Tensor]:
     """Return log p_y and H = -sum p log p of p = softmax(logits / T), or 0 for H."""
     logp = _log_softmax(logits, temperature)
-    picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    picked = logp.gather(-1, _columns(targets)).view(targets.shape)
     if not with_entropy:
-        return picked, torch.zeros_like(picked)
+        return picked, logp.new_zeros(len(logp))
     return picked, torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_()
 
 
@@ -188,16 +189,18 @@ def _of_logits(
     """Return the gradient of the logits. With z = logits / T: d log p_y / dz = onehot(y) - p,
     dH / dz = -p (log p + H).
     """
-    if grad_picked is None:
-        grad_picked = torch.zeros_like(entropy)
     logp = _log_softmax(logits, temperature)
+    if grad_picked is None:
+        grad_picked = logp.new_zeros(targets.shape)
+    grad_picked = _columns(grad_picked)
+    pulled = grad_picked.sum(-1, keepdim=True)
     if grad_entropy is not None:
         probs = logp.exp()
         logp.clamp_(min=MIN_LOGP).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-        grad = logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
+        grad = logp.sub_(pulled).mul_(probs)
     else:
-        grad = logp.exp_().mul_(-grad_picked.unsqueeze(-1))
-    grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
+        grad = logp.exp_().mul_(-pulled)
+    grad.scatter_add_(-1, _columns(targets), grad_picked.to(grad.dtype))
     return grad.div_(temperature).to(logits.dtype)
 
 
@@ -205,6 +208,11 @@ _picked_and_entropy: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tenso
     _LogProbs.apply
 )
 _of_product: Callable[..., tuple[Tensor, Tensor]] = _LinearLogProbs.apply
+
+
+def _columns(of_targets: Tensor) -> Tensor:
+    """Return [N, K], also of one target each."""
+    return of_targets if of_targets.dim() == 2 else of_targets.unsqueeze(-1)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

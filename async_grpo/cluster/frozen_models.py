@@ -21,7 +21,6 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 import ray
 
 from async_grpo.cluster.addresses import addresses
@@ -34,6 +33,7 @@ from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.rollout.frozen import (
     FrozenFailed,
     Question,
+    Taught,
     TextRefused,
     engine_config,
     tokenizer_of,
@@ -83,10 +83,10 @@ class FrozenProcess:
                 )
         return os.getpid()
 
-    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Taught]:
         """See `Teacher.score`. Raises EngineError."""
-        engine = await self._loaded()
-        return [logprobs for _, logprobs in await self._in_time(engine.score(sequences))]
+        engine, top_k = await self._loaded(), self._config.algorithm.distill.teacher_top_k
+        return await self._in_time(engine.top_logprobs(sequences, top_k))
 
     async def answer(self, question: Question) -> str:
         """See `Answerer.answer`. Raises EngineError."""
@@ -160,9 +160,9 @@ class FrozenClient:
     def __init__(self, name: str, handle: Any) -> None:
         self._name, self._handle = name, handle
 
-    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Taught]:
         """See `Teacher.score`."""
-        answers: list[np.ndarray] = await self._ask("score", sequences)
+        answers: list[Taught] = await self._ask("score", sequences)
         return answers
 
     async def answer(self, question: Question) -> str:

@@ -93,10 +93,14 @@ class Distill(Section):
     """
     coef: Above0 = 1.0
     """Weight of the teacher's log-prob minus the policy's in a token's advantage, which is the
-    policy gradient of the reverse KL.
+    policy gradient of the reverse KL; with `teacher_top_k`, of the forward KL in the loss.
     """
     reward_coef: AtLeast0 = 1.0
     """Weight of the advantages that come from rewards; 0: the teacher alone teaches."""
+    teacher_top_k: Annotated[int, Field(ge=0, le=20)] = 0
+    """0: the teacher judges the sampled token. Above 0: the loss is the forward KL to the teacher's
+    distribution over its `teacher_top_k` most probable tokens, with all others as one.
+    """
 
 
 class OverlongBuffer(Section):

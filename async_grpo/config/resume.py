@@ -28,6 +28,7 @@ _SINCE = (
     "algorithm.distill.teacher",
     "algorithm.distill.coef",
     "algorithm.distill.reward_coef",
+    "algorithm.distill.teacher_top_k",
     "learner.kernels",
     "task.judges",
 )

@@ -66,6 +66,7 @@ OWNED = (
         "NAME (of `frozen`)",
         "algorithm.distill.coef",
         "algorithm.distill.reward_coef",
+        "algorithm.distill.teacher_top_k",
     ),
     _unlike("algorithm.opsm_delta", None, "0.5 (or another)", "algorithm.opsm_against"),
     _Owned(

@@ -75,7 +75,7 @@ class LogprobHead(nn.Module):
         with_entropy: bool = False,
         own: OwnLogits | None = None,
     ) -> Any:
-        """Log-probs [M] of `targets` [M] from `hidden` [M, H], and their entropies [M] or None.
+        """Log-probs of `targets` [M] or [M, K] from `hidden` [M, H], and entropies [M] or None.
         own: what makes logits of a projection. Without targets, as the layer that this one
         replaces: logits [..., V] of `hidden` [..., H].
         """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,15 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass over a micro-batch: rows, token tensors, log-probs [M], entropies [M]."""
+    """A forward pass over a micro-batch: rows, token tensors, log-probs [M], entropies [M], and
+    log-probs [M, k] of the tokens that a teacher names.
+    """
 
     packed: Packed
     batch: TokenBatch
     logprobs: Tensor
     entropy: Tensor | None
+    named: Tensor | None
 
 
 class Learner:
@@ -246,11 +249,16 @@ class Learner:
                 mask_stale=self.config.replay.on_stale == "mask",
             )
         if (teacher := algorithm.distill.teacher) is not None:
-            silent = sorted({key[0] for key, row in self._rows.items() if row.teacher is None})
+            width = 1 + algorithm.distill.teacher_top_k
+            silent = sorted(
+                key[0]
+                for key, row in self._rows.items()
+                if row.teacher is None or row.teacher.shape[1] != width
+            )
             if silent:
                 raise ValueError(
                     f"step {plan.step}: group {silent[0]} has no log-probs of the frozen model "
-                    f"{teacher}: it was sampled without `algorithm.distill`"
+                    f"{teacher}: it was sampled with another `algorithm.distill`"
                 )
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.
@@ -318,6 +326,7 @@ class Learner:
                     done.batch,
                     done.logprobs,
                     done.entropy,
+                    named=done.named,
                     selection=selection,
                     metrics=self._metrics if one.rows else None,
                 )
@@ -378,9 +387,13 @@ class Learner:
 
     def _forward(self, ready: Prepared, *, with_entropy: bool) -> Pass:
         """Run the policy over a micro-batch."""
-        temperature = self.config.rollout.temperature
-        logprobs, entropy = self.policy(ready.packed, temperature, with_entropy)
-        return Pass(ready.packed, ready.batch, logprobs, entropy)
+        packed, ids, named = ready.packed, ready.batch.teacher_ids, None
+        if ids is not None:
+            packed = replace(packed, targets=torch.column_stack([packed.targets, ids]))
+        found, entropy = self.policy(packed, self.config.rollout.temperature, with_entropy)
+        if ids is not None:
+            found, named = found[:, 0], found[:, 1:]
+        return Pass(ready.packed, ready.batch, found, entropy, named)
 
     def _pack(self, model: RunnableModel, rows: list[PackedRow]) -> Packed:
         return pack(rows, self._torch_device, segmented=model.module.segmented)

@@ -139,7 +139,7 @@ class PolicyModel(nn.Module):
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] float32 of response tokens at `temperature`, and entropies [M] or None.
+        """Log-probs float32 of `packed.targets` at `temperature`, and entropies [M] or None.
         The pass `alone` takes a pack of one row.
         """
         passes = {"packed": self._packed, "rows": self._rows, "alone": self._alone}
@@ -220,10 +220,10 @@ class PolicyModel(nn.Module):
 
 
 def _of_logits(logits: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, None]:
-    """Log-probs [M] of the targets, by the definition."""
+    """Log-probs of the targets, by the definition."""
     scaled = logits.index_select(0, packed.predictors).float() / temperature
-    picked = scaled.log_softmax(dim=-1).gather(-1, packed.targets.unsqueeze(-1))
-    return picked.squeeze(-1), None
+    targets = packed.targets.view(len(scaled), -1)
+    return scaled.log_softmax(dim=-1).gather(-1, targets).view(packed.targets.shape), None
 
 
 def model_class(config: PretrainedConfig) -> Any:

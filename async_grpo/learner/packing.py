@@ -180,8 +180,8 @@ class Packed:
     """Rows as one sequence of N input tokens, M of which have log-probs.
 
     input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
-    each of these tokens; targets [M]; order: packed row k is row `order[k]` of the caller; the M
-    tokens lie in that order.
+    each of these tokens; targets [M], or [M, K] with others in its place; order: packed row k is
+    row `order[k]` of the caller; the M tokens lie in that order.
     """
 
     input_ids: Tensor

@@ -30,9 +30,10 @@ class LearnerRow:
     payload.
 
     response: context and sampled tokens; sampled [L] int64: places of the latter in it; behavior
-    [L] float32; lag [L] int64; teacher [L] float32, log-probs of a frozen model, where the frame
-    has them; once computed: anchor, reference, advantages [L] float32, kl [L] float64. max_lag:
-    older tokens are not trained; they stay in the divisors, and out of the statistics of their row.
+    [L] float32; lag [L] int64; where a frozen model teaches, teacher [L, 1 + k] float32, its
+    log-probs of the token and of k others, and those teacher_ids [L, k]; once computed: anchor,
+    reference, advantages [L] float32, kl [L] float64. max_lag: older tokens are not trained; they
+    stay in the divisors, and out of the statistics of their row.
     """
 
     prompt: np.ndarray
@@ -44,6 +45,7 @@ class LearnerRow:
     """Number of the turn [L] of each; None for a plain response."""
     max_lag: int | None = None
     teacher: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
     kl: np.ndarray | None = None
@@ -66,15 +68,17 @@ class LearnerRow:
 class TokenBatch:
     """Everything the loss needs of the M sampled tokens of a micro-batch, each [M].
 
-    `mask`: 0 at the token of a dummy. `trained`: also at tokens that are too old. `weights`: loss
-    weight, 0 where not trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id,
-    row, number among the row's sampled tokens.
+    `teacher` [M, 1 + k] and `teacher_ids` [M, k], or None: see `LearnerRow`. `mask`: 0 at the token
+    of a dummy. `trained`: also at tokens that are too old. `weights`: loss weight, 0 where not
+    trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, number among the
+    row's sampled tokens.
     """
 
     behavior: Tensor
     anchor: Tensor
     reference: Tensor | None
     teacher: Tensor | None
+    teacher_ids: Tensor | None
     advantages: Tensor
     mask: Tensor
     trained: Tensor
@@ -85,15 +89,20 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Join several micro-batches in order, without `reference`; `row_index` stays as it is."""
-        optional = "reference", "teacher"
+        """Join several micro-batches in order, without `reference` and what a teacher says of other
+        tokens; `row_index` stays as it is.
+        """
+        optional = "reference", "teacher", "teacher_ids"
         names = [name for name in cls.__dataclass_fields__ if name not in optional]
         # a dummy has no teacher
         asked = any(batch.teacher is not None for batch in batches)
-        teachers = [one.behavior if one.teacher is None else one.teacher for one in batches]
+        teachers = [
+            one.behavior[:, None] if one.teacher is None else one.teacher[:, :1] for one in batches
+        ]
         return cls(
             reference=None,
             teacher=torch.cat(teachers) if asked else None,
+            teacher_ids=None,
             **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
         )
 
@@ -113,7 +122,10 @@ def decode_rows(
     """
     decoded = map(codec.decode_group, codec.unpack_frames(payload))
     groups = {group.group_id: group for group in decoded}
-    teachers = {number: by_row(group, "teacher_logprobs") for number, group in groups.items()}
+    taught = {
+        number: (by_row(group, "teacher_logprobs"), by_row(group, "teacher_ids"))
+        for number, group in groups.items()
+    }
     if set(groups) != set(plan.group_ids):
         raise ValueError(
             f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
@@ -142,6 +154,7 @@ def decode_rows(
                 f"{lag.min()} to {lag.max()}, outside 0 to replay.max_staleness {max_staleness}; "
                 "this is a bug in admission or labelling, please open an issue"
             )
+        teacher, teacher_ids = (one[planned.row] for one in taught[planned.group_id])
         rows[key] = LearnerRow(
             prompt,
             row.response_ids,
@@ -150,20 +163,21 @@ def decode_rows(
             lag,
             turns=row.turns,
             max_lag=max_staleness,
-            teacher=teachers[planned.group_id][planned.row],
+            teacher=teacher,
+            teacher_ids=teacher_ids,
         )
     return rows
 
 
 def by_row(group: codec.Group, plane: str) -> list[np.ndarray | None]:
-    """Return what a plane of width 1 has for the sampled tokens [L] of each row; None for each
+    """Return what a plane of width w has for the sampled tokens [L, w] of each row; None for each
     where the group has no such plane.
     """
     values = group.planes.get(plane)
     if values is None:
         return [None] * len(group.rows)
     lengths = [len(row.behavior_logprobs) for row in group.rows]
-    return list(np.split(values[:, 0], np.cumsum(lengths)[:-1]))
+    return list(np.split(values, np.cumsum(lengths)[:-1]))
 
 
 def token_batch(
@@ -178,10 +192,12 @@ def token_batch(
     def spread(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
         return on_device(np.repeat(np.array(values or [0], dtype), lengths), device)
 
-    def computed(arrays: list[np.ndarray | None]) -> Tensor | None:
+    def computed(
+        arrays: list[np.ndarray | None], dtype: type[np.generic] = np.float32
+    ) -> Tensor | None:
         """Return the column, or None where a row has no values."""
         there = [array for array in arrays if array is not None]
-        return column(there, np.float32) if there and len(there) == len(arrays) else None
+        return column(there, dtype) if there and len(there) == len(arrays) else None
 
     behavior = column([row.behavior for row in rows], np.float32)
     anchor = computed([row.anchor for row in rows])
@@ -196,6 +212,7 @@ def token_batch(
         anchor=behavior if anchor is None else anchor,
         reference=computed([row.reference for row in rows]),
         teacher=computed([row.teacher for row in rows]),
+        teacher_ids=computed([row.teacher_ids for row in rows], np.int64),
         advantages=column([known(row.advantages) for row in rows], np.float32),
         mask=column([np.ones(len(row.lag)) for row in rows], np.uint8),
         trained=trained,

@@ -10,7 +10,8 @@ per micro-batch:
                 depend on the current policy (only clip_cov, kl_cov, m2po, importance.normalize,
                 top_entropy_share)
     loss        advantages and what a teacher adds -> policy loss x off-policy weights + KL penalty
-                + penalty towards the sampler - entropy bonus, summed with the tokens' loss weights
+                + penalty towards the sampler + KL to a teacher's top k - entropy bonus, summed with
+                the tokens' loss weights
 
 Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
 rank calls the collective parts equally often.
@@ -28,7 +29,7 @@ from torch import Tensor
 from async_grpo.algo.advantages import place_rewards, token_advantages
 from async_grpo.algo.aggregation import aggregate_loss
 from async_grpo.algo.catalog import ESTIMATORS, IMPORTANCE, POLICY_LOSSES, import_plugins
-from async_grpo.algo.distill import distilled_advantages
+from async_grpo.algo.distill import distilled_advantages, top_k_kl
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
@@ -223,10 +224,13 @@ class TokenMath:
         logprobs: Tensor,
         entropy: Tensor | None,
         *,
+        named: Tensor | None = None,
         selection: UpdateFacts | None,
         metrics: MetricSums | None,
     ) -> Tensor:
-        """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`."""
+        """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`.
+        named: log-probs [M, k] of the tokens that a teacher names.
+        """
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
         advantages = self._advantages(batch, logprobs)
         weights, kept = self._weights(batch, logprobs.detach())
@@ -266,7 +270,12 @@ class TokenMath:
                 entropy=entropy,
             )
             if batch.teacher is not None:
-                metrics.add("train/teacher_kl", logprobs - batch.teacher, batch.trained)
+                metrics.add("train/teacher_kl", logprobs - batch.teacher[:, 0], batch.trained)
+        if named is not None and batch.teacher is not None:
+            distance = top_k_kl(named, batch.teacher[:, 1:])
+            token_loss = token_loss + algorithm.distill.coef * distance
+            if metrics is not None:
+                metrics.add("train/teacher_top_k_kl", distance, batch.trained)
         if algorithm.behavior_penalty:
             distance = (logprobs - batch.behavior).square()  # not clamped: it must not let go
             token_loss = token_loss + algorithm.behavior_penalty * distance
@@ -297,8 +306,8 @@ class TokenMath:
         return distilled_advantages(
             batch.advantages,
             logprobs,
-            batch.teacher,
-            coef=distill.coef,
+            batch.teacher[:, 0],
+            coef=0.0 if distill.teacher_top_k else distill.coef,
             reward_coef=distill.reward_coef,
         )
 

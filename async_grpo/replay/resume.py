@@ -362,7 +362,10 @@ def _identity(config: Config, fingerprint: str) -> str:
         ),
     }
     if (teacher := config.algorithm.distill.teacher) is not None:
-        parts["teacher"] = config.frozen[teacher].model_dump(include={"path", "dtype"})
+        top_k = config.algorithm.distill.teacher_top_k
+        parts["teacher"] = config.frozen[teacher].model_dump(include={"path", "dtype"}) | (
+            {"top_k": top_k} if top_k else {}
+        )
     if judges := config.task.judges:
         who = {"path", "dtype", "url", "served_name"}
         parts["judges"] = {

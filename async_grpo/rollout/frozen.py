@@ -1,6 +1,6 @@
 """Frozen models as rollout actors see them, and with which settings their engines start.
 
-    rows --prompt, response of each--> Teacher --log-probs--> those of the sampled tokens -> plane
+    rows --prompt, response of each--> Teacher --log-probs--> those of the sampled tokens -> planes
 
 Runs in: rollout actors, after the group is scored; settings also in the driver. Knows no process:
 `cluster.frozen_models` has those. Invariant: a group either has a finite log-prob of a teacher for
@@ -25,6 +25,10 @@ TEMPLATE, INSTRUCTIONS = 64, 1024
 """Tokens of a chat template around a row, and of what a judge is told."""
 
 
+Taught = tuple[np.ndarray, np.ndarray]
+"""Log-probs [L, 1 + k] float32 of a response, and ids [L, k] int32 of the k tokens beside it."""
+
+
 class FrozenFailed(RuntimeError):
     """A frozen model does not answer: the group is issued again."""
 
@@ -45,9 +49,9 @@ class Question:
 class Teacher(Protocol):
     """A frozen model with the policy's vocabulary. Raises FrozenFailed, as all of them."""
 
-    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """Log-probs [L] float32 at temperature 1 of each response, behind its prompt, both as token
-        ids.
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Taught]:
+        """Give what `Engine.top_logprobs` does of each response, behind its prompt, both as token
+        ids, with the `top_k` of `algorithm.distill`.
         """
 
 
@@ -118,16 +122,21 @@ def tokenizer_of(config: Config, name: str) -> tuple[Any, list[int]]:
     return tokenizer, stop_tokens(model, tokenizer.eos_token_id) if answers else []
 
 
-async def teacher_logprobs(
+async def teacher_planes(
     teacher: Teacher, prompts: Sequence[np.ndarray], rows: Sequence[Row]
-) -> np.ndarray:
-    """Return the plane [S, 1] float32 of the sampled tokens of all rows, one after the other.
-    Raises FrozenFailed, also for an answer of another length.
+) -> dict[str, np.ndarray]:
+    """Return the planes of the S sampled tokens of all rows, one after the other: log-probs
+    [S, 1 + k], and where there are others beside the sampled one, their ids [S, k]. Raises
+    FrozenFailed, also for an answer of another length.
     """
     asked = [(prompts[row.prompt].tolist(), row.response_ids.tolist()) for row in rows]
     answers = await teacher.score(asked)
-    lengths = [len(answer) for answer in answers]
+    lengths = [len(logprobs) for logprobs, _ in answers]
     if lengths != [len(response) for _, response in asked]:
         raise FrozenFailed(f"gave {lengths} log-probs for {[len(one) for _, one in asked]}")
-    sampled = [answer[row.sampled] for answer, row in zip(answers, rows, strict=True)]
-    return np.concatenate(sampled).astype(np.float32)[:, None]
+    logprobs, ids = (
+        np.concatenate([part[row.sampled] for part, row in zip(parts, rows, strict=True)])
+        for parts in zip(*answers, strict=True)
+    )
+    planes = {"teacher_logprobs": logprobs.astype(np.float32)}
+    return planes | ({"teacher_ids": ids.astype(np.int32)} if ids.shape[1] else {})

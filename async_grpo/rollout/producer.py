@@ -31,7 +31,7 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
-from async_grpo.rollout.frozen import FrozenFailed, teacher_logprobs
+from async_grpo.rollout.frozen import FrozenFailed, teacher_planes
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
@@ -308,7 +308,7 @@ class GroupProducer(EngineHost):
         if self._teacher is not None:
             self._enter(work, "verifying")
             asked = time.monotonic()
-            planes["teacher_logprobs"] = await teacher_logprobs(self._teacher, prompts, rows)
+            planes = await teacher_planes(self._teacher, prompts, rows)
             self._counts["taught"] += 1
             self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
         lengths = [episode.session.sampled for episode in episodes]

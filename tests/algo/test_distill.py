@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_grpo.algo.distill import distilled_advantages
+from async_grpo.algo.distill import distilled_advantages, top_k_kl
 from async_grpo.algo.losses import Clip, policy_loss
 
 WIDE = Clip(low=1.0, high=1e6, kind="constant", dual=None)
@@ -57,3 +57,55 @@ def test_rewards_and_teacher_are_weighted_apart_and_nothing_flows_back() -> None
     assert found.tolist() == [2.25, -3.0] and not found.requires_grad
     with pytest.raises(ValueError, match="teacher_logprobs"):
         distilled_advantages(logprobs, logprobs, torch.zeros(3), coef=1.0, reward_coef=1.0)
+
+
+def random_logprobs(seed: int, *, scale: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Logits [5, 9] with gradient, and a teacher's log-probs [5, 9], falling."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = [scale * torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(2)]
+    teacher = draw[1].log_softmax(-1).sort(-1, descending=True).values
+    return draw[0].requires_grad_(), teacher
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_all_tokens_but_the_teachers_k_best_count_as_one(k: int) -> None:
+    logits, teacher = random_logprobs(k)
+    policy = logits.log_softmax(-1)
+
+    def buckets(logprobs: Tensor) -> Tensor:  # by a slow loop
+        rows = [[float(one) for one in row.exp()] for row in logprobs]
+        return torch.tensor([[*row[:k], sum(row[k:])] for row in rows], dtype=torch.float64)
+
+    q, p = buckets(teacher), buckets(policy.detach())
+    wanted = torch.where(q > 0, q * (q / p).log(), 0).nansum(-1)
+    found = top_k_kl(policy[:, :k], teacher[:, :k])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    whole = (teacher.exp() * (teacher - policy)).sum(-1)
+    assert (found <= whole + 2e-5).all()
+    [gradient] = torch.autograd.grad(found.sum(), logits)
+    within = policy.exp() * torch.cat([torch.ones(k), torch.zeros(9 - k)])
+    share = policy.exp() - within  # of the others, in proportion
+    target = torch.cat([teacher[:, :k].exp(), torch.zeros(5, 9 - k)], -1)
+    target = target + q[:, k:] * share / share.sum(-1, keepdim=True).clamp(min=1e-12)
+    torch.testing.assert_close(gradient, policy.exp().detach() - target.detach(), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("margin", [0.0, 5.0, 20.0, 80.0, 1000.0])
+def test_a_policy_that_is_sure_of_itself_has_a_finite_gradient(margin: float) -> None:
+    """Also where it knows nothing of what the teacher says, and it is small for one that agrees."""
+    for dtype, right in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        logits = torch.zeros(1, 9, dtype=dtype)
+        logits[0, 0 if right else 8] = margin
+        logits.requires_grad_()
+        teacher = torch.tensor([[20.0] + [0.0] * 8], dtype=dtype).log_softmax(-1)
+        top_k_kl(logits.log_softmax(-1)[:, :3], teacher[:, :3]).sum().backward()
+        gradient = logits.grad
+        assert gradient is not None and gradient.isfinite().all()
+        assert gradient.abs().max() <= 1.1 and gradient[0, 0] < 1e-3
+        if margin >= 20 and right:
+            assert gradient.abs().max() < 1e-3
+
+
+def test_shapes_of_both_must_agree() -> None:
+    with pytest.raises(ValueError, match="teacher_logprobs"):
+        top_k_kl(torch.zeros(2, 3), torch.zeros(2, 4))

@@ -19,16 +19,21 @@ from tests.support.algo_case import F64, close, gradient
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 10, 100])
 @pytest.mark.parametrize("way", ["any", "linear", "linear with bias"])
+@pytest.mark.parametrize("named", [(), (4,)])
 def test_chunked_logprobs_are_the_naive_ones(
-    temperature: float, with_entropy: bool, size: int, way: str
+    temperature: float, with_entropy: bool, size: int, way: str, named: tuple[int, ...]
 ) -> None:
+    """named: several targets of each position, the same one twice among them."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
     head = torch.randn(13, 4, generator=random, dtype=F64, requires_grad=True)
     bias = torch.randn(13, generator=random, dtype=F64, requires_grad=True)
     inputs = [hidden, head, bias] if way == "linear with bias" else [hidden, head]
-    targets = torch.randint(0, 13, (10,), generator=random)
-    up = torch.randn(2, 10, generator=random, dtype=F64)
+    targets = torch.randint(0, 13, (10, *named), generator=random)
+    if named:
+        targets[:, 1] = targets[:, 0]
+    up = torch.randn(10, *named, generator=random, dtype=F64)
+    of_entropy = torch.randn(10, generator=random, dtype=F64)
     calls = []
 
     def project(x: Tensor) -> Tensor:
@@ -47,12 +52,14 @@ def test_chunked_logprobs_are_the_naive_ones(
     )
     assert max(calls) <= size and sum(calls) == 10
     naive = torch.log_softmax(F.linear(*inputs) / temperature, -1)
-    picked, naive_entropy = naive[torch.arange(10), targets], -(naive.exp() * naive).sum(-1)
+    picked = naive.gather(-1, targets.view(10, -1)).view(targets.shape)
+    naive_entropy = -(naive.exp() * naive).sum(-1)
     close(logprobs, picked)
-    value, expected = (logprobs * up[0]).sum(), (picked * up[0]).sum()
+    value, expected = (logprobs * up).sum(), (picked * up).sum()
     if with_entropy:
         close(entropy, naive_entropy)
-        value, expected = value + (entropy * up[1]).sum(), expected + (naive_entropy * up[1]).sum()
+        value = value + (entropy * of_entropy).sum()
+        expected = expected + (naive_entropy * of_entropy).sum()
     else:
         assert entropy is None
     for got, want in zip(

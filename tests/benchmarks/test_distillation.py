@@ -12,7 +12,7 @@ from benchmarks import distillation
 
 
 def row(kind: str, seed: int, *accuracies: float) -> dict:
-    every = distillation.EVERY[kind]
+    every = 3 if kind == "teacher" else 1
     points = [(every * at, 1.0, accuracy) for at, accuracy in enumerate(accuracies)]
     machine = {"machine": "M, 2 cores; load 1", "teacher_kl": [0.5, 0.25]}
     return {"kind": kind, "seed": seed, "points": points} | machine
@@ -24,14 +24,15 @@ TEACHER = row("teacher", 100, 0.0, 0.4, 0.6, 0.8, 1.0)  # 0.9 of the gain after 
 def test_steps_are_counted_until_the_same_share_of_the_gain() -> None:
     assert distillation.until(TEACHER["points"], 0.9, 0) == pytest.approx(10.5)
     assert distillation.until(TEACHER["points"], 1.1, 0) is None
-    fast, slow = row("student", 0, 0.0, 0.9), row("student", 1, 0.0, 0.5, 0.8, 1.0)
-    *_, aim = distillation.table([TEACHER, fast, slow])
+    fast, slow = row("top 8", 0, 0.0, 0.9), row("top 8", 1, 0.0, 0.5, 0.8, 1.0)
+    *_, aim, other = distillation.table([TEACHER, fast, slow])
+    assert other.endswith("| not met |")  # no student of that kind
     assert "0.17 (0.10 to 0.24)" in aim and aim.endswith("| met |")
-    *lines, aim = distillation.table([TEACHER, fast, row("student", 2, 0.0, 0.1)])
+    *lines, aim, _ = distillation.table([TEACHER, fast, row("top 8", 2, 0.0, 0.1)])
     assert "never in 1" in aim and aim.endswith("| not met |")
     assert any("seed 2" in line and "never" in line for line in lines)
-    slower = row("student", 3, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
-    assert distillation.table([TEACHER, slower])[-1].endswith("| not met |")
+    slower = row("top 8", 3, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
+    assert distillation.table([TEACHER, slower])[-2].endswith("| not met |")
 
 
 def test_the_table_goes_where_it_is_shown(
@@ -43,13 +44,15 @@ def test_the_table_goes_where_it_is_shown(
     )
     distillation.main(["--table", "--rows", str(rows), "--docs", str(page)])
     assert "Not measured yet." in page.read_text()
-    runs = (TEACHER, row("student", 0, 0.0, 0.95))
+    runs = (TEACHER, row("top 8", 0, 0.0, 0.95))
     rows.write_text("".join(json.dumps(one) + "\n" for one in runs))
     distillation.main(["--table", "--rows", str(rows), "--docs", str(page)])
-    assert "| seed 0 | 0.0% | 95.0% |" in page.read_text() and "met" in capsys.readouterr().out
+    assert (
+        "| top 8, seed 0 | 0.0% | 95.0% |" in page.read_text() and "met" in capsys.readouterr().out
+    )
 
 
-def test_both_sides_are_runs_that_there_can_be(
+def test_all_kinds_are_runs_that_there_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taught" / "checkpoints" / "step_000030" / "hf").mkdir(parents=True)
@@ -67,12 +70,15 @@ def test_both_sides_are_runs_that_there_can_be(
 
     monkeypatch.setattr(distillation, "run_logged", logged)
     monkeypatch.setattr(distillation, "real_model", lambda: ["model.path=some/model"])
-    for kind, seed in (("teacher", 100), ("student", 1)):
+    for kind, seed in (("teacher", 100), ("top 8", 1), ("sampled token", 2)):
         home = tmp_path / kind
         home.mkdir()
         found = distillation.run(kind, seed, home, teacher=tmp_path / "taught")
         assert found["points"] == [(0, 0.0, 0.1), (1, 4.0, 0.2)]
         config = load_config(distillation.ROOT / asked[-1][0], asked[-1][1:])
-        assert config.run.total_steps == distillation.STEPS[kind] and config.seed == seed
-        assert bool(config.frozen) == (kind == "student") and config.evaluation.n == 0
-        assert config.algorithm.distill.reward_coef == (0.0 if config.frozen else 1.0)
+        taught = kind != "teacher"
+        assert config.run.total_steps == (10 if taught else 30) and config.seed == seed
+        assert bool(config.frozen) == taught and config.evaluation.n == 0
+        distill = config.algorithm.distill
+        assert distill.reward_coef == (0.0 if taught else 1.0)
+        assert distill.teacher_top_k == (8 if kind == "top 8" else 0)

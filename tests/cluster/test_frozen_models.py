@@ -17,7 +17,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
+from async_grpo.rollout.frozen import FrozenFailed, Question, Taught, TextRefused
 
 ASKED = [([1, 2], [3, 4, 5])]
 
@@ -36,11 +36,15 @@ class Engine:
         await asyncio.sleep(0)
         return self
 
-    async def score(self, sequences: Sequence[Any]) -> list[tuple[list[str], np.ndarray]]:
+    async def top_logprobs(self, sequences: Sequence[Any], top_k: int) -> list[Taught]:
         if self.refuses is not None:
             raise self.refuses
         await asyncio.sleep(60 if self.hangs else 0)
-        return [(["v"], np.zeros(len(response), np.float32)) for _, response in sequences]
+        lengths = [len(response) for _, response in sequences]
+        return [
+            (np.zeros((length, 1 + top_k), np.float32), np.zeros((length, top_k), np.int32))
+            for length in lengths
+        ]
 
     async def check(self) -> None:
         if self.dead:
@@ -75,7 +79,7 @@ async def test_the_model_is_loaded_once_by_whoever_asks_first(engine: Engine) ->
     answers = await asyncio.gather(*[one.score(ASKED) for _ in range(3)], one.start())
     assert answers[3] == await one.health() > 0
     assert engine.loads == 1 and engine.config.model.path == "t"
-    assert [len(answer[0]) for answer in answers[:3]] == [3, 3, 3]
+    assert [len(answer[0][0]) for answer in answers[:3]] == [3, 3, 3]
 
 
 async def test_an_engine_that_stops_answering_makes_the_process_sick_for_good(
@@ -97,11 +101,11 @@ async def test_a_request_that_waits_behind_others_that_are_answered_is_not_late(
 ) -> None:
     one, done = process(timeout_s=0.2), []
 
-    async def slow(sequences: Sequence[Any]) -> list[tuple[list[str], np.ndarray]]:
+    async def slow(sequences: Sequence[Any], top_k: int) -> list[Taught]:
         await asyncio.sleep(0.1 * (1 + len(done)))
-        return [([], np.zeros(3, np.float32))]
+        return [(np.zeros((3, 1), np.float32), np.zeros((3, 0), np.int32))]
 
-    engine.score = slow  # type: ignore[method-assign]
+    engine.top_logprobs = slow  # type: ignore[method-assign]
 
     async def often() -> None:
         for _ in range(6):
@@ -110,7 +114,7 @@ async def test_a_request_that_waits_behind_others_that_are_answered_is_not_late(
 
     done += range(4)  # it takes 0.5 s, and others are answered meanwhile
     answer, _ = await asyncio.gather(one.score(ASKED), often())
-    assert len(answer[0]) == 3
+    assert len(answer[0][0]) == 3
 
 
 class Words:

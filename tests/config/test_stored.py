@@ -268,7 +268,7 @@ def test_a_trainer_from_a_checkpoint_of_before_has_its_settings(tmp_path: Path) 
         RECORDED / "ended" / "checkpoints" / "step_000004", [f"run.dir={tmp_path}"]
     )
     stored = read_settings(RECORDED / "ended" / "config.yaml")["algorithm"]
-    distill = {"teacher": None, "coef": 1.0, "reward_coef": 1.0}
+    distill = {"teacher": None, "coef": 1.0, "reward_coef": 1.0, "teacher_top_k": 0}
     since = {"calculate_entropy": True, "distill": distill}
     assert trainer.config.model_dump(mode="json")["algorithm"] == stored | since
 

@@ -26,6 +26,8 @@ from tests.support.learners import (
 )
 from tests.support.models import write_model
 
+VOCABULARY = 100
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -34,29 +36,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"plain": plain, "reference": write_neighbour(plain, str(path / "reference"))}
 
 
-def config_of(models: dict[str, str]) -> Config:
+def config_of(models: dict[str, str], top_k: int = 0) -> Config:
     """With a teacher, at the temperature of the slow loop, which a run would not take."""
     config = make_config(model={"reference": models["reference"]})
-    distill = Distill(teacher="teacher", coef=TEACHER_COEF, reward_coef=REWARD_COEF)
+    distill = Distill(
+        teacher="teacher", coef=TEACHER_COEF, reward_coef=REWARD_COEF, teacher_top_k=top_k
+    )
     algorithm = config.algorithm.unchecked_copy(update={"distill": distill})
     return config.unchecked_copy(update={"algorithm": algorithm})
 
 
-def taught(case: Case) -> Case:
+def taught(case: Case, top_k: int = 0) -> Case:
     """The case with random log-probs of a teacher, which differ from token to token."""
     rng = np.random.default_rng(5)
     for group in case.groups.values():
         tokens = sum(len(row.behavior_logprobs) for row in group.rows)
-        group.planes["teacher_logprobs"] = -rng.gamma(2, 1.5, (tokens, 1)).astype(np.float32)
+        said = -rng.gamma(2, 1.5, (tokens, 1))
+        if top_k:
+            shares = rng.dirichlet(np.ones(top_k + 1), tokens)[:, :top_k]
+            said = np.concatenate([said, np.log(shares)], axis=1)
+            ids = [rng.permutation(VOCABULARY)[:top_k] for _ in range(tokens)]
+            group.planes["teacher_ids"] = np.array(ids, np.int32)
+        group.planes["teacher_logprobs"] = said.astype(np.float32)
     return case
 
 
-@pytest.mark.parametrize("parts", [1, 5])
-def test_the_update_is_that_of_the_slow_loop(models: dict[str, str], parts: int) -> None:
-    case = taught(make_case(models["plain"], n_updates=2))
+@pytest.mark.parametrize(("parts", "top_k"), [(1, 0), (5, 0), (1, 4), (5, 4)])
+def test_the_update_is_that_of_the_slow_loop(
+    models: dict[str, str], parts: int, top_k: int
+) -> None:
+    case = taught(make_case(models["plain"], n_updates=2), top_k)
     wanted = plain_model(models["plain"])
     history = reference_losses(wanted, plain_model(models["reference"]), case)
-    with open_learner(config_of(models), models, case) as learner:
+    with open_learner(config_of(models, top_k), models, case) as learner:
         found = train(learner, case, [split(range(len(rows)), parts) for rows in case.updates])
         assert_history(found, history)
         assert_close(copy_weights(learner), dict(wanted.named_parameters()))
@@ -75,9 +87,14 @@ def test_a_teacher_shifted_by_one_token_gives_another_update(models: dict[str, s
         assert_history(found, history)
 
 
-def test_a_group_that_no_teacher_has_seen_is_refused(models: dict[str, str]) -> None:
+@pytest.mark.parametrize(("sampled", "trained"), [(None, 0), (0, 4), (4, 0), (4, 3)])
+def test_a_group_that_the_teacher_has_not_seen_so_is_refused(
+    models: dict[str, str], sampled: int | None, trained: int
+) -> None:
     case = make_case(models["plain"])
-    with open_learner(config_of(models), models, case) as learner:
+    if sampled is not None:
+        taught(case, sampled)
+    with open_learner(config_of(models, trained), models, case) as learner:
         plan: RankPlan = case.plan([split(range(len(case.updates[0])), 1)])
         with pytest.raises(
             ValueError, match=r"group 10 has no log-probs of the frozen model teach"

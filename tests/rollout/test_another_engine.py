@@ -87,6 +87,15 @@ class PlainEngine:
     ) -> list[tuple[list[str], np.ndarray]]:
         return [([self.serving], np.full(len(ids), -1.0, np.float32)) for _, ids in sequences]
 
+    async def top_logprobs(
+        self, sequences: Sequence[tuple[list[int], list[int]]], top_k: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        lengths = [len(ids) for _, ids in sequences]
+        return [
+            (np.full((length, 1 + top_k), -1.0, np.float32), np.zeros((length, top_k), np.int32))
+            for length in lengths
+        ]
+
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         return Receipt(self.serving)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.frozen import FrozenFailed, engine_config, teacher_logprobs
+from async_grpo.rollout.frozen import FrozenFailed, Taught, engine_config, teacher_planes
 from async_grpo.wire.codec import Row, VersionSpan, decode_group
 from tests.support.rollout_parts import Parts, actor_of
 
@@ -21,33 +21,43 @@ REST = {"rewards": {}, "verdict": None, "finish_reason": "stop"}
 
 
 class Teacher:
-    """Says of each token: minus the number of tokens before it, prompt included."""
+    """Says of each token: minus the number of tokens before it, prompt included, and of `top_k`
+    others, as many less; these have that number as id.
+    """
 
-    def __init__(self, *, fails: BaseException | None = None, lacks: int = 0) -> None:
-        self.fails, self.lacks, self.asked = fails, lacks, 0
+    def __init__(
+        self, *, fails: BaseException | None = None, lacks: int = 0, top_k: int = 0
+    ) -> None:
+        self.fails, self.lacks, self.top_k, self.asked = fails, lacks, top_k, 0
 
-    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Taught]:
         self.asked += len(sequences)
         if self.fails is not None:
             raise self.fails
-        return [
-            -np.arange(len(prompt), len(prompt) + len(response) - self.lacks, dtype=np.float32)
-            for prompt, response in sequences
-        ]
+        found = []
+        for prompt, response in sequences:
+            before = np.arange(len(prompt), len(prompt) + len(response) - self.lacks)[:, None]
+            ids = before + np.arange(1, self.top_k + 1)
+            found.append((-np.hstack([before, ids]).astype(np.float32), ids.astype(np.int32)))
+        return found
 
 
-async def test_the_plane_has_the_sampled_tokens_of_all_rows_in_order() -> None:
+async def test_the_planes_have_the_sampled_tokens_of_all_rows_in_order() -> None:
     prompts = [np.arange(2, dtype=np.int32), np.arange(5, dtype=np.int32)]
     turns = [(0, 1), (2, 2)]  # two tokens of context behind the first one
     rows = [
         Row(response_ids=np.arange(3), segments=[(0, 3)], prompt=1, **ROW, **REST),
         Row(response_ids=np.arange(5), segments=turns, prompt=0, **ROW, **REST),
     ]
-    plane = await teacher_logprobs(Teacher(), prompts, rows)
+    [plane] = (await teacher_planes(Teacher(), prompts, rows)).values()
     assert plane.dtype == np.float32 and plane.shape == (6, 1)
     assert plane[:, 0].tolist() == [-5, -6, -7, -2, -5, -6]
+    both = await teacher_planes(Teacher(top_k=2), prompts, rows)
+    ids, logprobs = both["teacher_ids"], both["teacher_logprobs"]
+    assert ids.dtype == np.int32 and ids.tolist() == [[-x + 1, -x + 2] for x in plane[:, 0]]
+    assert logprobs.tolist() == [[x, x - 1, x - 2] for x in plane[:, 0]]
     with pytest.raises(FrozenFailed, match=r"gave \[2, 4\] log-probs for \[3, 5\]"):
-        await teacher_logprobs(Teacher(lacks=1), prompts, rows)
+        await teacher_planes(Teacher(lacks=1), prompts, rows)
 
 
 def run(parts: Parts, teacher: Any, **settings: Any) -> None:
@@ -88,8 +98,12 @@ def test_a_group_without_an_answer_is_failed(teacher: Teacher, reason: str) -> N
 def test_a_value_that_is_not_finite_is_never_sent() -> None:
     parts, teacher = Parts(), Teacher()
 
-    async def broken(sequences: Any) -> list[np.ndarray]:
-        return [np.full(len(response), np.nan, np.float32) for _, response in sequences]
+    async def broken(sequences: Any) -> list[Taught]:
+        nothing = np.empty((1, 0), np.int32)
+        return [
+            (np.full((len(response), 1), np.nan, np.float32), nothing.repeat(len(response), 0))
+            for _, response in sequences
+        ]
 
     teacher.score = broken  # type: ignore[method-assign]
     run(parts, teacher)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from async_grpo.algo.distill import REST
 from async_grpo.config.schema import Config
 from async_grpo.learner.backend.base import Backend
 from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
@@ -252,7 +253,7 @@ def _row_loss(
     group = case.groups[row.group_id]
     one, reward = group.rows[row.row], case.values[row.key].value
     before = sum(len(other.behavior_logprobs) for other in group.rows[: row.row])
-    teacher = group.planes.get("teacher_logprobs")
+    teacher, named = (group.planes.get(f"teacher_{what}") for what in ("logprobs", "ids"))
     distribution = row_distribution(model, prompt, response)
     current = picked(distribution, response)
     places, at = [], 0
@@ -271,12 +272,22 @@ def _row_loss(
         ratio, advantage = torch.exp(current[t] - anchor[t]), reward
         if teacher is not None:
             said = float(teacher[before + number, 0])
-            advantage = REWARD_COEF * reward + TEACHER_COEF * (said - current[t].item())
+            advantage = REWARD_COEF * reward
+            if named is None:
+                advantage += TEACHER_COEF * (said - current[t].item())
         clipped = torch.clamp(ratio, 1 - width, 1 + width)
         policy = -importance * torch.minimum(ratio * advantage, clipped * advantage)
         kl = torch.exp(ref[t] - current[t]) - 1 - (ref[t] - current[t])
         entropy = -(distribution[t].exp() * distribution[t]).sum()
         total = total + row.weight * (policy + KL_COEF * kl - ENTROPY_COEF * entropy)
+        if teacher is not None and named is not None:
+            q_others, p_others = 1 + REST, torch.ones(()) + REST
+            for id_, q in zip(named[before + number], teacher[before + number, 1:], strict=True):
+                logp = distribution[t, int(id_)]
+                q_others, p_others = q_others - math.exp(q), p_others - logp.exp()
+                total = total + row.weight * TEACHER_COEF * math.exp(q) * (float(q) - logp)
+            others = q_others * (math.log(q_others) - p_others.log())
+            total = total + row.weight * TEACHER_COEF * others
     return total
 
 

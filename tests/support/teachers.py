@@ -10,20 +10,30 @@ import torch
 from async_grpo.wire.codec import Group
 
 
-def said(teacher: Any, group: Group) -> np.ndarray:
-    """Log-probs of the teacher for the sampled tokens of all rows."""
+def said(teacher: Any, group: Group) -> torch.Tensor:
+    """Log-probs [S, V] of the teacher in the place of the S sampled tokens of all rows."""
     found = []
     for row in group.rows:
         prompt = group.prompts[row.prompt]
         tokens = torch.tensor(np.concatenate([prompt, row.response_ids])).long()[None]
         with torch.no_grad():
             logits = teacher(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-        found.append(logprobs.numpy()[row.sampled])
-    return np.concatenate(found)
+        found.append(logits.log_softmax(-1)[row.sampled])
+    return torch.cat(found)
 
 
 def agrees(teacher: Any, group: Group) -> None:
-    """Raise AssertionError unless the group has that of the teacher for every sampled token."""
-    plane = group.planes["teacher_logprobs"][:, 0]
-    np.testing.assert_allclose(plane, said(teacher, group), atol=1e-4)
+    """Raise AssertionError unless the group has what the teacher says of every sampled token, and
+    of the most probable ones in its place.
+    """
+    plane, ids = group.planes["teacher_logprobs"], group.planes.get("teacher_ids")
+    sampled = np.concatenate([row.response_ids[row.sampled] for row in group.rows])
+    logprobs = said(teacher, group)
+    own = logprobs.gather(-1, torch.tensor(sampled).long()[:, None])
+    np.testing.assert_allclose(plane[:, :1], own, atol=1e-4)
+    if ids is None:
+        return
+    np.testing.assert_allclose(plane[:, 1:], logprobs.topk(ids.shape[1]).values, atol=1e-4)
+    named = logprobs.gather(-1, torch.tensor(ids).long())
+    np.testing.assert_allclose(plane[:, 1:], named, atol=1e-4)
+    assert all(len(set(row)) == len(row) for row in ids.tolist())

@@ -63,11 +63,12 @@ def trained_groups(directory: Path) -> list[Group]:
 
 
 def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, "algorithm.distill.teacher_top_k=4")
     log = tmp_path / "log.txt"
     with open(log, "w") as out, Trainer(config, console=Console(out)) as trainer:
         for result in trainer.steps():
             assert np.isfinite(result["train/teacher_kl"])
+            assert result["train/teacher_top_k_kl"] > 0
             if result["training_iteration"] == 2:
                 kill_teacher(trainer)
         assert trainer.steps_done == STEPS and result["rollout/teacher_s"] > 0
@@ -76,6 +77,7 @@ def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_pa
     assert len(groups) == STEPS * GROUPS
     teacher = plain_model(config.frozen["teacher"].path).eval()
     for group in groups:
+        assert group.planes["teacher_ids"].shape[1] == 4
         agrees(teacher, group)
 
 

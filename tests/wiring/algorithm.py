@@ -93,7 +93,12 @@ def _group(config: Config, step: int, group_id: int) -> Group:
     group = Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
     if config.algorithm.distill.teacher is not None:
         tokens = sum(len(row.behavior_logprobs) for row in rows)
-        group.planes["teacher_logprobs"] = -rng.gamma(2, 1, (tokens, 1)).astype(np.float32)
+        top_k = config.algorithm.distill.teacher_top_k
+        said = -rng.gamma(2, 1, (tokens, 1 + top_k))
+        said[:, 1:] -= np.log(np.exp(said[:, 1:]).sum(-1, keepdims=True) + 1)
+        group.planes["teacher_logprobs"] = said.astype(np.float32)
+        if top_k:
+            group.planes["teacher_ids"] = np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
     return group
 
 
@@ -127,7 +132,12 @@ def _update(math: TokenMath, step: int, update: Any, rows: dict[Any, LearnerRow]
         )
     seen = []
     for part, batch, current, selection in zip(parts, batches, currents, selections, strict=True):
-        loss = math.loss(batch, current, -current.exp(), selection=selection, metrics=MetricSums())
+        ids, named = batch.teacher_ids, None
+        if ids is not None:
+            named = current[:, None] - torch.arange(1, 1 + ids.shape[1])
+        loss = math.loss(
+            batch, current, -current.exp(), named=named, selection=selection, metrics=MetricSums()
+        )
         gradient = torch.autograd.grad(loss, current)[0] if part else torch.zeros(0)
         seen.append([[row.key for row in part], float(loss.detach()), gradient.tolist()])
     return seen
@@ -257,6 +267,7 @@ WIRES = [
     Wire("algorithm.distill.teacher", "teacher", steps, unchecked=True),
     Wire("algorithm.distill.coef", 0.3, steps, TAUGHT),
     Wire("algorithm.distill.reward_coef", 0.0, steps, TAUGHT),
+    Wire("algorithm.distill.teacher_top_k", 2, steps, TAUGHT),
     Wire("algorithm.calculate_entropy", False, with_entropy),
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),

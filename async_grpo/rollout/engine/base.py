@@ -134,6 +134,13 @@ class Engine(Protocol):
     ) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
 
+    async def top_logprobs(
+        self, sequences: Sequence[tuple[list[int], list[int]]], top_k: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Log-probs [L, 1 + top_k] float32 of each response at temperature 1: of the token itself,
+        and in falling order of the most probable ones in its place, and their ids [L, top_k] int32.
+        """
+
     async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
         """Score of the last token of each sequence, without activation, by a sequence classifier
         with one label; nothing else is to be had of one.

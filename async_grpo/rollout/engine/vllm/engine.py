@@ -354,7 +354,21 @@ class VllmEngine:
     async def score(
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
+        """See `Engine.score`."""
+        scored = await asyncio.gather(*[self._scored(*pair, top_k=0) for pair in sequences])
+        return [(labels, values[:, 0]) for labels, values, _ in scored]
+
+    async def top_logprobs(
+        self, sequences: Sequence[tuple[list[int], list[int]]], top_k: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `Engine.top_logprobs`."""
+        scored = await asyncio.gather(*[self._scored(*pair, top_k=top_k) for pair in sequences])
+        return [(values, ids) for _, values, ids in scored]
+
+    async def _scored(
+        self, prompt: list[int], response: list[int], *, top_k: int
+    ) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Labels of the weights, and what `Engine.top_logprobs` gives."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -362,28 +376,29 @@ class VllmEngine:
         # reads no cached prefix.
         params = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,
+            prompt_logprobs=top_k,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-        async def one(prompt: list[int], response: list[int]) -> tuple[list[str], np.ndarray]:
-            await self._steady.wait()
-            self._requests += 1
-            labels = [self.serving]
-            tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
-            with _answering():
-                final = await self._counted.final(self._llm, tokens, params, name, "probes")
-            if final is None or final.prompt_logprobs is None:
-                raise EngineError("the engine returned no log-probs of a prompt")
-            labels += [span.version for span in final.outputs[0].weight_versions or []]
-            rows = final.prompt_logprobs[len(prompt) :]
-            return labels, np.asarray(
-                [row[token].logprob for row, token in zip(rows, response, strict=True)], np.float32
-            )
-
-        return await asyncio.gather(*[one(*pair) for pair in sequences])
+        await self._steady.wait()
+        self._requests += 1
+        labels = [self.serving]
+        tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
+        with _answering():
+            final = await self._counted.final(self._llm, tokens, params, name, "probes")
+        if final is None or final.prompt_logprobs is None:
+            raise EngineError("the engine returned no log-probs of a prompt")
+        labels += [span.version for span in final.outputs[0].weight_versions or []]
+        values = np.empty((len(response), 1 + top_k), np.float32)
+        ids = np.empty((len(response), top_k), np.int32)
+        rows = final.prompt_logprobs[len(prompt) :]
+        for place, (row, token) in enumerate(zip(rows, response, strict=True)):
+            values[place, 0] = row[token].logprob
+            best = sorted((one.rank, id_, one.logprob) for id_, one in row.items())[:top_k]
+            for column, (_, id_, logprob) in enumerate(best):
+                ids[place, column], values[place, 1 + column] = id_, logprob
+        return labels, values, ids
 
     async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
         """See `Engine.classify`."""
