@@ -57,12 +57,15 @@ process gets from all actors together.
 
 @dataclass(eq=False)
 class _GroupWork:
-    """One group between ticket and answer: its stage, since when, when it came (monotonic s)."""
+    """One group between ticket and answer: its stage, since when, when it came (monotonic s).
+    asks: who scores it.
+    """
 
     ticket: GroupTicket
     stage: str
     since: float
     begun: float
+    asks: str = "verifiers"
     task: asyncio.Task[None] | None = None
     generation: PartialGeneration | None = None
     play: GroupPlay | None = None
@@ -185,6 +188,7 @@ class GroupProducer(EngineHost):
                     "group_id": work.ticket.group_id,
                     "attempt": work.ticket.attempt,
                     "stage": work.stage,
+                    "asks": work.asks,
                     "stage_s": now - work.since,
                     "age_s": now - work.begun,
                 }
@@ -306,6 +310,7 @@ class GroupProducer(EngineHost):
         scored, planes, size = time.time(), {}, config.rollout.group_size
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         if self._teacher is not None:
+            work.asks = "teacher"
             self._enter(work, "verifying")
             asked = time.monotonic()
             planes = await teacher_planes(self._teacher, prompts, rows)
@@ -407,6 +412,7 @@ class GroupProducer(EngineHost):
         self, work: _GroupWork, judges: Judges, problem: Problem, episodes: list[Episode]
     ) -> None:
         """Add what judges say of each episode to its rewards."""
+        work.asks = "judges"
         self._enter(work, "verifying")
         asked, tokenizer = time.monotonic(), self.parts.tokenizer
         texts = [

@@ -111,9 +111,16 @@ def test_a_value_that_is_not_finite_is_never_sent() -> None:
 
 
 def test_a_teacher_that_hangs_costs_groups_and_not_the_engine() -> None:
-    parts, teacher = Parts(), Teacher()
-    teacher.score = lambda sequences: asyncio.sleep(60)  # type: ignore[method-assign]
-    run(parts, teacher, group_timeout_s=0.2)
+    parts, teacher, asked = Parts(), Teacher(), []
+
+    async def hangs(sequences: Any) -> list[Taught]:
+        asked.extend(work.asks for work in actor._groups.values())
+        return await asyncio.sleep(60, [])
+
+    teacher.score = hangs  # type: ignore[method-assign]
+    actor = actor_of(parts, teacher=teacher, group_timeout_s=0.2)
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    assert asked and set(asked) <= {"teacher", "verifiers"} and "teacher" in asked
     assert "it was verifying" in parts.failed[0] and "it was verifying" in parts.failed[1]
 
 
