@@ -87,9 +87,9 @@ class KlCtrl(Section):
 class Distill(Section):
     """Pull the policy towards a frozen model on its own responses (on-policy distillation)."""
 
-    teacher: str | None = None
+    teacher: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Frozen model (a name under `frozen`) that says how probable it finds each sampled token;
-    null: none.
+    null: none. Of a list, each row's `teacher` says which one, and the first has all other rows.
     """
     coef: Above0 = 1.0
     """Weight of the teacher's log-prob minus the policy's in a token's advantage, which is the
@@ -101,6 +101,11 @@ class Distill(Section):
     """0: the teacher judges the sampled token. Above 0: the loss is the forward KL to the teacher's
     distribution over its `teacher_top_k` most probable tokens, with all others as one.
     """
+
+    @property
+    def teachers(self) -> list[str]:
+        """Names of all teachers."""
+        return [self.teacher] if isinstance(self.teacher, str) else self.teacher or []
 
 
 class OverlongBuffer(Section):

@@ -16,14 +16,14 @@ from async_grpo.config.vllm_keys import refused_arguments
 
 def frozen_models(config: Config) -> Iterator[str]:
     """Find frozen models that nobody uses, or that cannot do what they are used for."""
-    used = {"algorithm.distill.teacher": config.algorithm.distill.teacher}
-    used |= {f"task.judges.{name}.model": judge.model for name, judge in config.task.judges.items()}
-    for key, model in used.items():
-        if model is not None and model not in config.frozen:
+    used = [("algorithm.distill.teacher", name) for name in config.algorithm.distill.teachers]
+    used += [(f"task.judges.{name}.model", one.model) for name, one in config.task.judges.items()]
+    for key, model in used:
+        if model not in config.frozen:
             there = ", ".join(config.frozen) or "none"
             yield f"`{key}` is {model}, and `frozen` has no model of that name; there are: {there}."
     for name, one in config.frozen.items():
-        yield from _frozen_model(config, name, one, [key for key, of in used.items() if of == name])
+        yield from _frozen_model(config, name, one, [key for key, of in used if of == name])
 
 
 def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]) -> Iterator[str]:

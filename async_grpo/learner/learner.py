@@ -248,7 +248,7 @@ class Learner:
                 max_staleness=self.config.replay.max_staleness,
                 mask_stale=self.config.replay.on_stale == "mask",
             )
-        if (teacher := algorithm.distill.teacher) is not None:
+        if teachers := algorithm.distill.teachers:
             width = 1 + algorithm.distill.teacher_top_k
             silent = sorted(
                 key[0]
@@ -258,7 +258,7 @@ class Learner:
             if silent:
                 raise ValueError(
                     f"step {plan.step}: group {silent[0]} has no log-probs of the frozen model "
-                    f"{teacher}: it was sampled with another `algorithm.distill`"
+                    f"{' or '.join(teachers)}: it was sampled with another `algorithm.distill`"
                 )
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.

@@ -361,11 +361,11 @@ def _identity(config: Config, fingerprint: str) -> str:
             include={"turn_length", "context_length", "max_turns"}, exclude_defaults=True
         ),
     }
-    if (teacher := config.algorithm.distill.teacher) is not None:
-        top_k = config.algorithm.distill.teacher_top_k
-        parts["teacher"] = config.frozen[teacher].model_dump(include={"path", "dtype"}) | (
-            {"top_k": top_k} if top_k else {}
-        )
+    distill, what = config.algorithm.distill, {"path", "dtype"}
+    if teachers := [config.frozen[one].model_dump(include=what) for one in distill.teachers]:
+        parts["teacher"] = teachers[0] if isinstance(distill.teacher, str) else distill.teachers
+        parts |= {"teachers": teachers} if isinstance(distill.teacher, list) else {}
+        parts |= {"top_k": distill.teacher_top_k} if distill.teacher_top_k else {}
     if judges := config.task.judges:
         who = {"path", "dtype", "url", "served_name"}
         parts["judges"] = {

@@ -31,7 +31,7 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
-from async_grpo.rollout.frozen import FrozenFailed, teacher_planes
+from async_grpo.rollout.frozen import FrozenFailed, Teacher, teacher_planes
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
@@ -109,8 +109,9 @@ class GroupProducer(EngineHost):
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
-        teacher = config.algorithm.distill.teacher
-        self._teacher = None if teacher is None else (frozen or {})[teacher]
+        self._teachers: dict[str, Teacher] = {
+            name: (frozen or {})[name] for name in config.algorithm.distill.teachers
+        }
         judges = config.task.judges
         self._judges = Judges(judges, frozen or {}) if judges else None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
@@ -309,11 +310,11 @@ class GroupProducer(EngineHost):
             await self._grade(work, self._judges, problem, episodes)
         scored, planes, size = time.time(), {}, config.rollout.group_size
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
-        if self._teacher is not None:
+        if self._teachers:
             work.asks = "teacher"
             self._enter(work, "verifying")
             asked = time.monotonic()
-            planes = await teacher_planes(self._teacher, prompts, rows)
+            planes = await teacher_planes(self._teacher_of(problem), prompts, rows)
             self._counts["taught"] += 1
             self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
         lengths = [episode.session.sampled for episode in episodes]
@@ -337,6 +338,14 @@ class GroupProducer(EngineHost):
                 **{f"{EPISODE_END}{n}": one.ended for n, one in enumerate(episodes) if one.ended},
             },
         )
+
+    def _teacher_of(self, problem: Problem) -> Teacher:
+        """Return the only one, or that of the row. Raises FrozenFailed for one that is none."""
+        first, *others = self._teachers
+        name = problem.teacher if others and problem.teacher is not None else first
+        if name not in self._teachers:
+            raise FrozenFailed(f"{name} is named by a row, and is no teacher")
+        return self._teachers[name]
 
     async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""

@@ -38,12 +38,13 @@ class Problem:
 
     `reference` is what the verifier (or the environment) needs and must be msgpack-able; `solution`
     is a worked answer for the supervised warm start, of an episode what policy and environment say
-    in turn.
+    in turn. `teacher` is the frozen model that teaches it, of several.
     """
 
     prompt: Prompt
     reference: Any
     solution: str | tuple[str, ...] | None = None
+    teacher: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -214,7 +215,9 @@ class RowTask(ABC):
             try:
                 if isinstance(row, BadRow):
                     raise row
-                problems.append(self.problem(row))
+                problem, teacher = self.problem(row), row.get("teacher")
+                named = isinstance(teacher, str)
+                problems.append(replace(problem, teacher=teacher) if named else problem)
             except BadRow as error:
                 bad.setdefault(str(error), []).append(place)
         count, allowed = sum(map(len, bad.values())), self._settings.max_bad_fraction

@@ -531,6 +531,10 @@ algorithm.clip_ratio_low=1.5
     clip_ratio_low` is 1.5 | <= 1
 algorithm.distill.teacher=big
     `algorithm.distill.teacher` is big | no model of that name; there are: none
+'frozen={big: {path: a/b}}' 'algorithm.distill.teacher=[big, small]'
+    `algorithm.distill.teacher` is small | no model of that name; there are: big
+algorithm.distill.teacher=[]
+    algorithm.distill.teacher
 'frozen={big: {path: a/b}, small: {path: a/b}}' algorithm.distill.teacher=big
     `frozen.small` is used by no setting
 'frozen={big: {path: a/b, engine: {sleep: true}}}' algorithm.distill.teacher=big

@@ -5,18 +5,25 @@ group, and a group without them is none.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
 from async_grpo.rollout.frozen import FrozenFailed, Taught, engine_config, teacher_planes
+from async_grpo.run.preflight.run_check import check_run
+from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import Row, VersionSpan, decode_group
 from tests.support.rollout_parts import Parts, actor_of
 
 ROW = {"behavior_logprobs": np.zeros(3, np.float32), "versions": [VersionSpan(0, 0, 3)]}
+TAUGHT = ["math", None, "code", "poetry"]
 REST = {"rewards": {}, "verdict": None, "finish_reason": "stop"}
 
 
@@ -80,6 +87,43 @@ def test_every_group_carries_what_the_teacher_says() -> None:
     for frame in frames:
         plane = decode_group(frame).planes["teacher_logprobs"]
         assert plane[:, 0].tolist() == [-3, -4] * 2
+
+
+def test_a_row_names_one_of_several_teachers() -> None:
+    parts, teachers = Parts(), {"math": Teacher(), "code": Teacher()}
+    actor = actor_of(parts, teacher=teachers)
+    names = iter(["code", None])
+    train = actor.parts.task.train
+    actor.parts.task.train = lambda index: replace(train(index), teacher=next(names))
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    assert not parts.failed and len(parts.frames) == 2
+    assert (teachers["math"].asked, teachers["code"].asked) == (2, 2), "the first has the others"
+    named = Problem("p", None, teacher="poetry")
+    with pytest.raises(FrozenFailed, match="poetry is named by a row, and is no teacher"):
+        actor._teacher_of(named)
+    alone = actor_of(Parts(), teacher=Teacher())
+    assert alone._teacher_of(named) is not None, "the only one teaches whatever rows say"
+
+
+def test_rows_that_name_none_of_the_teachers_are_refused_before_a_start(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "b"} | ({"teacher": name} if name else {}) for name in TAUGHT]
+    train, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "c", "answer": "d"}')
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "run": {"total_steps": 1, "dir": str(tmp_path / "run")},
+        "model": {"path": "hub/policy"},
+        "task": {"name": "jsonl", "train": str(train), "eval": str(held_out)},
+        "frozen": {"math": {"path": "hub/m"}, "code": {"path": "hub/c"}},
+        "algorithm": {"distill": {"teacher": ["math", "code"]}},
+    }
+    with pytest.raises(
+        SetupError, match=r"rows name the teacher poetry, and .*teacher` has math, code"
+    ):
+        check_run(Config.model_validate(values), notes=[])
+    values["frozen"] |= {"poetry": {"path": "hub/p"}}
+    values["algorithm"]["distill"]["teacher"].append("poetry")
+    assert check_run(Config.model_validate(values), notes=[]).problems == len(TAUGHT)
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,11 @@ def actor_of(
     teacher: Any = None,
     judge: Any = None,
 ) -> GroupProducer:
-    distilled = {} if teacher is None else {"distill": {"teacher": "teacher"}}
+    teachers = teacher if isinstance(teacher, dict) else {"teacher": teacher}
+    named = [*teachers] if isinstance(teacher, dict) else "teacher"
+    distilled = {} if teacher is None else {"distill": {"teacher": named}}
     judges = {} if judge is None else {"nice": {"model": "judge"}}
-    models = {"teacher": teacher, "judge": judge}
+    models = {**teachers, "judge": judge}
     config = Config.model_validate(
         {
             "algorithm": {"adv_estimator": adv_estimator, **distilled},

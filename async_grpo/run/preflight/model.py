@@ -188,7 +188,7 @@ def _check_frozen(run: Config, name: str, policy: str, tokenizer: Any) -> None:
         architecture = _architecture(model, scores="reward_model" in kinds)
         other = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if run.algorithm.distill.teacher == name and mine != theirs:
+    if name in run.algorithm.distill.teachers and mine != theirs:
         differ = len(mine.items() ^ theirs.items())
         raise SetupError(
             f"{model} has another vocabulary than {policy} ({counted(differ, 'token')} of one "

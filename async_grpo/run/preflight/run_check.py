@@ -15,9 +15,13 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
 from async_grpo.run.preflight.model import check_metric_and_journal, look
+from async_grpo.runtime.text import listed
 from async_grpo.runtime.variables import variables
-from async_grpo.tasks.base import TaskError, task_weights
+from async_grpo.tasks.base import Task, TaskError, task_weights
 from async_grpo.tasks.registry import check_concurrency, held_out, load_task
+
+_ROWS = 100_000
+"""Rows that are looked at for the names of teachers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         variables(config.task.env_vars, "task.env_vars")
         task = load_task(config.task, config.seed)
         check_concurrency(config, task)
+        _check_teachers(config, task)
         weights = task_weights(config.task, task)
         check_metric_and_journal(config, list(weights))
         evaluated = held_out(config, task)
@@ -70,6 +75,19 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         changes=changes(config, found),
         notes=notes,
     )
+
+
+def _check_teachers(config: Config, task: Task) -> None:
+    """Look for rows that name none of several teachers. Raises TaskError."""
+    teachers = config.algorithm.distill.teachers
+    if len(teachers) > 1:
+        rows = range(min(len(task), _ROWS))
+        named = {name for row in rows if (name := task.train(row).teacher) is not None}
+        if others := sorted(named - {*teachers}):
+            raise TaskError(
+                f"rows name the teacher {listed(others, 3)}, and `algorithm.distill.teacher` has "
+                f"{listed(teachers, 3)}"
+            )
 
 
 def _total_steps(config: Config, problems: int) -> int:
