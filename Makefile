@@ -48,7 +48,7 @@ test-system: install  ## run the tests that start systems: Ray, engines, learner
 coverage:  ## run the same as `test`, and print which branches it executes
 	@$(MAKE) --no-print-directory test ARGS="--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)"
 
-test-all: test test-system  ## run all tests, the slow ones too
+test-all: coverage test-system  ## run all tests, the slow ones too, and print the branches
 	@$(IN_VENV) python -m pytest -m "slow and alone $(NO_GPU_TESTS)" $(ARGS)
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "slow and not alone $(NO_GPU_TESTS)" $(ARGS)
 
