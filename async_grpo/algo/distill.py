@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from async_grpo.algo.logprobs import MIN_LOGP
 from async_grpo.algo.rows import check_shapes
 
 REST = 1e-6
@@ -39,11 +40,12 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
     That one makes it a lower bound of the KL over the vocabulary, equal where pi shares its
     probability among them in proportion to q. It takes no importance weight of its token, since it
-    sums over all; that an older policy sampled the tokens before it is left uncorrected. Raises
-    ValueError for a shape mismatch.
+    sums over all; that an older policy sampled the tokens before it is left uncorrected. A log-prob
+    of MIN_LOGP names no token. The probability of the rest is at least REST, so a policy that gives
+    it less is pulled to it less. Raises ValueError for a shape mismatch.
     """
     check_shapes(logprobs, teacher_logprobs=teacher_logprobs)
-    q = teacher_logprobs.exp()
-    rests = [(1 - one.sum(-1)).clamp(min=0) + REST for one in (q, logprobs.exp())]
+    q, named = teacher_logprobs.exp(), teacher_logprobs > MIN_LOGP
+    rests = [(1 - one.sum(-1)).clamp(min=0) + REST for one in (q, logprobs.exp() * named)]
     others = rests[0] * (rests[0].log() - rests[1].log())
     return (q * (teacher_logprobs - logprobs)).sum(-1) + others

@@ -60,6 +60,13 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
             yield f"`frozen.{name}.{key}` has no effect without `url`: remove it."
         if model.engine.sleep is True:
             yield f"`frozen.{name}.engine.sleep` is true, but a frozen model has no turn to wait."
+        most = model.engine.vllm.get("max_logprobs", 20)
+        top_k = config.algorithm.distill.teacher_top_k
+        if "teacher" in kinds and isinstance(most, int) and 0 <= most < top_k:
+            yield (
+                f"`frozen.{name}.engine.vllm.max_logprobs` is {most}, and "
+                f"`algorithm.distill.teacher_top_k` {top_k}."
+            )
         for argument, why in refused_arguments(model.engine.vllm):
             yield f"`frozen.{name}.engine.vllm.{argument}` {why}."
     if not used:

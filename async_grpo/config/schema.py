@@ -401,7 +401,7 @@ class Wire(Section):
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
     """Largest group on its way to the queue, in bytes (8 per sampled token, 4 per
-    token of context, and facts of its sequences)."""
+    token of context, with a teacher 4 + 8 x `teacher_top_k`, and facts of its sequences)."""
 
 
 class Journal(Section):

@@ -383,7 +383,8 @@ class Learner:
         packed = self._pack(self.policy, [self._rows[row.key].tokens for row in planned])
         ordered = [planned[position] for position in packed.order if planned]
         batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
-        return Prepared(len(planned), packed, batch)
+        vocabulary = self.policy.module.hf.config.get_text_config().vocab_size
+        return Prepared(len(planned), packed, batch.within(vocabulary))
 
     def _forward(self, ready: Prepared, *, with_entropy: bool) -> Pass:
         """Run the policy over a micro-batch."""

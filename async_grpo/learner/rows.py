@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.algo.logprobs import MIN_LOGP
 from async_grpo.errors import StalenessError
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey
 from async_grpo.learner.packing import PackedRow
@@ -86,6 +87,18 @@ class TokenBatch:
     weights: Tensor
     row_index: Tensor
     identity: Tensor
+
+    def within(self, vocabulary: int) -> TokenBatch:
+        """Name no tokens that the policy does not have: a teacher's matrices may have more rows."""
+        if self.teacher is None or self.teacher_ids is None:
+            return self
+        foreign = self.teacher_ids >= vocabulary
+        of_named = self.teacher[:, 1:].masked_fill(foreign, MIN_LOGP)
+        return replace(
+            self,
+            teacher=torch.cat([self.teacher[:, :1], of_named], -1),
+            teacher_ids=self.teacher_ids.masked_fill(foreign, 0),
+        )
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:

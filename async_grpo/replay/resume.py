@@ -363,8 +363,8 @@ def _identity(config: Config, fingerprint: str) -> str:
     }
     distill, what = config.algorithm.distill, {"path", "dtype"}
     if teachers := [config.frozen[one].model_dump(include=what) for one in distill.teachers]:
-        parts["teacher"] = teachers[0] if isinstance(distill.teacher, str) else distill.teachers
-        parts |= {"teachers": teachers} if isinstance(distill.teacher, list) else {}
+        parts["teacher"] = teachers[0]
+        parts |= {"teachers": [distill.teachers, teachers]} if len(teachers) > 1 else {}
         parts |= {"top_k": distill.teacher_top_k} if distill.teacher_top_k else {}
     if judges := config.task.judges:
         who = {"path", "dtype", "url", "served_name"}

@@ -302,6 +302,7 @@ class GroupProducer(EngineHost):
         problem = task.train(
             problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
+        teacher = self._teacher_of(problem) if self._teachers else ""
         if self.parts.player is None:
             episodes = await self._respond(work, problem)
         else:
@@ -311,10 +312,10 @@ class GroupProducer(EngineHost):
         scored, planes, size = time.time(), {}, config.rollout.group_size
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         if self._teachers:
-            work.asks = "teacher"
+            work.asks = f"teacher {teacher}"
             self._enter(work, "verifying")
             asked = time.monotonic()
-            planes = await teacher_planes(self._teacher_of(problem), prompts, rows)
+            planes = await teacher_planes(self._teachers[teacher], prompts, rows)
             self._counts["taught"] += 1
             self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
         lengths = [episode.session.sampled for episode in episodes]
@@ -339,13 +340,13 @@ class GroupProducer(EngineHost):
             },
         )
 
-    def _teacher_of(self, problem: Problem) -> Teacher:
-        """Return the only one, or that of the row. Raises FrozenFailed for one that is none."""
+    def _teacher_of(self, problem: Problem) -> str:
+        """Name the only one, or that of the row. Raises FrozenFailed for one that is none."""
         first, *others = self._teachers
         name = problem.teacher if others and problem.teacher is not None else first
         if name not in self._teachers:
             raise FrozenFailed(f"{name} is named by a row, and is no teacher")
-        return self._teachers[name]
+        return name
 
     async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""

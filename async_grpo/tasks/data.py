@@ -216,8 +216,9 @@ class RowTask(ABC):
                 if isinstance(row, BadRow):
                     raise row
                 problem, teacher = self.problem(row), row.get("teacher")
-                named = isinstance(teacher, str)
-                problems.append(replace(problem, teacher=teacher) if named else problem)
+                if teacher is not None and problem.teacher is None:
+                    problem = replace(problem, teacher=str(teacher))
+                problems.append(problem)
             except BadRow as error:
                 bad.setdefault(str(error), []).append(place)
         count, allowed = sum(map(len, bad.values())), self._settings.max_bad_fraction

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.distill import distilled_advantages, top_k_kl
+from async_grpo.algo.logprobs import MIN_LOGP
 from async_grpo.algo.losses import Clip, policy_loss
 
 WIDE = Clip(low=1.0, high=1e6, kind="constant", dual=None)
@@ -104,6 +105,15 @@ def test_a_policy_that_is_sure_of_itself_has_a_finite_gradient(margin: float) ->
         assert gradient.abs().max() <= 1.1 and gradient[0, 0] < 1e-3
         if margin >= 20 and right:
             assert gradient.abs().max() < 1e-3
+
+
+def test_a_column_that_names_no_token_counts_for_nothing() -> None:
+    logits, teacher = random_logprobs(3)
+    policy = logits.log_softmax(-1)
+    nothing = torch.full((5, 1), MIN_LOGP, dtype=torch.float64)
+    with_it = top_k_kl(policy[:, [0, 1, 0]], torch.cat([teacher[:, :2], nothing], -1))
+    torch.testing.assert_close(with_it, top_k_kl(policy[:, :2], teacher[:, :2]))
+    assert torch.autograd.grad(with_it.sum(), logits)[0].isfinite().all()
 
 
 def test_shapes_of_both_must_agree() -> None:

@@ -533,6 +533,8 @@ algorithm.distill.teacher=big
     `algorithm.distill.teacher` is big | no model of that name; there are: none
 'frozen={big: {path: a/b}}' 'algorithm.distill.teacher=[big, small]'
     `algorithm.distill.teacher` is small | no model of that name; there are: big
+'frozen={big: {path: a/b}}' 'algorithm.distill.teacher=[big, big]'
+    `algorithm.distill.teacher` has a name twice
 algorithm.distill.teacher=[]
     algorithm.distill.teacher
 'frozen={big: {path: a/b}, small: {path: a/b}}' algorithm.distill.teacher=big

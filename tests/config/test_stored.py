@@ -12,6 +12,7 @@ import pytest
 from async_grpo.config import yaml12
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.resume import compare, training_digest
+from async_grpo.config.schema import Config
 from async_grpo.config.stored import answers, read_settings, renewed
 from async_grpo.replay.journal import Segment, segments
 from async_grpo.replay.resume import JournalSettings
@@ -202,6 +203,34 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
     directory = RECORDED / run / "journal"
     recorded = Segment(directory, segments(directory)[-1]).snapshot
     assert (journal.identity, journal.training) == (recorded["identity"], recorded["training"])
+
+
+def test_what_a_teacher_changes_of_the_groups_that_can_be_taken_over() -> None:
+    def identity(teacher: str | list[str], top_k: int = 0, **paths: str) -> str:
+        models = {"big": "a/b", "small": "c/d"} | paths
+        used = [teacher] if isinstance(teacher, str) else teacher
+        distill = {"teacher": teacher, "teacher_top_k": top_k}
+        config = Config.model_validate(
+            {
+                "run": {"total_steps": 1},
+                "model": {"path": "m/m"},
+                "frozen": {name: {"path": models[name]} for name in used},
+                "algorithm": {"distill": distill},
+            }
+        )
+        return JournalSettings.of(config, start="x", fingerprint="data").identity
+
+    alone = identity("big")
+    assert alone.startswith("e9bfb96c1d844c5d")  # as it was at 88436176
+    assert alone == identity(["big"])
+    others = [
+        identity("big", 4),
+        identity("big", big="e/f"),
+        identity(["big", "small"]),
+        identity(["small", "big"]),
+        identity(["big", "small"], 4),
+    ]
+    assert len({alone, *others}) == 6
 
 
 def test_what_is_answered_for_a_whole_file_of_before_can_be_obeyed(tmp_path: Path) -> None:

@@ -110,6 +110,24 @@ def test_adapters_are_taught_alike_whatever_the_split(models: dict[str, str], to
     assert histories[0][0]["train/loss"] == pytest.approx(first[0]["train/loss"], rel=1e-4)
 
 
+def test_tokens_that_only_the_teachers_matrices_have_count_among_the_rest(
+    models: dict[str, str],
+) -> None:
+    case = taught(make_case(models["plain"]), 4)
+    wanted = plain_model(models["plain"])
+    history = reference_losses(wanted, plain_model(models["reference"]), case)
+    for group in case.groups.values():
+        ids, logprobs = group.planes["teacher_ids"], group.planes["teacher_logprobs"]
+        foreign = np.full((len(ids), 1), VOCABULARY, np.int32)
+        group.planes["teacher_ids"] = np.hstack([ids[:, :1], foreign, ids[:, 1:]])
+        said = np.full((len(ids), 1), -9.0, np.float32)
+        group.planes["teacher_logprobs"] = np.hstack([logprobs[:, :2], said, logprobs[:, 2:]])
+    with open_learner(config_of(models, 5), models, case) as learner:
+        found = train(learner, case, [split(range(len(case.updates[0])), 3)])
+        assert_history(found, history)
+        assert_close(copy_weights(learner), dict(wanted.named_parameters()))
+
+
 def test_a_teacher_shifted_by_one_token_gives_another_update(models: dict[str, str]) -> None:
     case = taught(make_case(models["plain"]))
     wanted = plain_model(models["plain"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,20 +90,27 @@ def test_every_group_carries_what_the_teacher_says() -> None:
         assert plane[:, 0].tolist() == [-3, -4] * 2
 
 
-def test_a_row_names_one_of_several_teachers() -> None:
+@pytest.mark.parametrize(("name", "asked"), [("code", (0, 4)), (None, (4, 0))])
+def test_a_row_names_one_of_several_teachers(name: str | None, asked: tuple[int, int]) -> None:
     parts, teachers = Parts(), {"math": Teacher(), "code": Teacher()}
     actor = actor_of(parts, teacher=teachers)
-    names = iter(["code", None])
     train = actor.parts.task.train
-    actor.parts.task.train = lambda index: replace(train(index), teacher=next(names))
+    actor.parts.task.train = lambda index: replace(train(index), teacher=name)
     asyncio.run(asyncio.wait_for(actor.run(), 10))
     assert not parts.failed and len(parts.frames) == 2
-    assert (teachers["math"].asked, teachers["code"].asked) == (2, 2), "the first has the others"
-    named = Problem("p", None, teacher="poetry")
-    with pytest.raises(FrozenFailed, match="poetry is named by a row, and is no teacher"):
-        actor._teacher_of(named)
+    assert (teachers["math"].asked, teachers["code"].asked) == asked
+
+
+def test_a_teacher_that_there_is_not_is_told_before_anything_is_generated() -> None:
+    parts = Parts()
+    actor = actor_of(parts, teacher={"math": Teacher(), "code": Teacher()})
+    train = actor.parts.task.train
+    actor.parts.task.train = lambda index: replace(train(index), teacher="poetry")
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    said = "frozen model poetry is named by a row, and is no teacher"
+    assert parts.failed == {0: said, 1: said} and not parts.asked
     alone = actor_of(Parts(), teacher=Teacher())
-    assert alone._teacher_of(named) is not None, "the only one teaches whatever rows say"
+    assert alone._teacher_of(Problem("p", None, teacher="poetry")) == "teacher", "the only one"
 
 
 def test_rows_that_name_none_of_the_teachers_are_refused_before_a_start(tmp_path: Path) -> None:
@@ -123,7 +131,31 @@ def test_rows_that_name_none_of_the_teachers_are_refused_before_a_start(tmp_path
         check_run(Config.model_validate(values), notes=[])
     values["frozen"] |= {"poetry": {"path": "hub/p"}}
     values["algorithm"]["distill"]["teacher"].append("poetry")
-    assert check_run(Config.model_validate(values), notes=[]).problems == len(TAUGHT)
+    first = check_run(Config.model_validate(values), notes=[])
+    assert first.problems == len(TAUGHT)
+    train.write_text(train.read_text().replace("poetry", "math"))
+    second = check_run(Config.model_validate(values), notes=[])
+    assert second.fingerprint != first.fingerprint, "groups of another teacher are not taken over"
+    values["algorithm"]["distill"]["teacher"] = "math"
+    values["frozen"] = {"math": {"path": "hub/m"}}
+    alone = check_run(Config.model_validate(values), notes=[])
+    train.write_text(train.read_text().replace('"teacher"', '"by"'))
+    assert check_run(Config.model_validate(values), notes=[]).fingerprint == alone.fingerprint
+
+
+@pytest.mark.parametrize(("most", "fits"), [(5, False), (8, True), (-1, True), (None, True)])
+def test_an_engine_that_names_fewer_tokens_than_are_asked_for_is_refused(
+    most: int | None, fits: bool
+) -> None:
+    arguments = {} if most is None else {"max_logprobs": most}
+    values = {
+        "run": {"total_steps": 1},
+        "model": {"path": "policy"},
+        "frozen": {"big": {"path": "t", "engine": {"vllm": arguments}}},
+        "algorithm": {"distill": {"teacher": "big", "teacher_top_k": 8}},
+    }
+    with nullcontext() if fits else pytest.raises(ValueError, match="max_logprobs` is 5, and"):
+        Config.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +196,7 @@ def test_a_teacher_that_hangs_costs_groups_and_not_the_engine() -> None:
     teacher.score = hangs  # type: ignore[method-assign]
     actor = actor_of(parts, teacher=teacher, group_timeout_s=0.2)
     asyncio.run(asyncio.wait_for(actor.run(), 10))
-    assert asked and set(asked) <= {"teacher", "verifiers"} and "teacher" in asked
+    assert "teacher teacher" in asked and set(asked) <= {"teacher teacher", "verifiers"}
     assert "it was verifying" in parts.failed[0] and "it was verifying" in parts.failed[1]
 
 

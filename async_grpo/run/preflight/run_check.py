@@ -6,6 +6,7 @@ Runs in: the driver, before any process starts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from async_grpo.cluster.addresses import addresses
@@ -19,9 +20,6 @@ from async_grpo.runtime.text import listed
 from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import Task, TaskError, task_weights
 from async_grpo.tasks.registry import check_concurrency, held_out, load_task
-
-_ROWS = 100_000
-"""Rows that are looked at for the names of teachers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +49,25 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         variables(config.task.env_vars, "task.env_vars")
         task = load_task(config.task, config.seed)
         check_concurrency(config, task)
-        _check_teachers(config, task)
         weights = task_weights(config.task, task)
         check_metric_and_journal(config, list(weights))
         evaluated = held_out(config, task)
         if notes is None:  # once: a trainer is checked more than once
             notes = look(config, task)
+        data = _data(config, task)
     except (TaskError, ValueError) as error:
         raise SetupError(str(error)) from error
     except OSError as error:  # a name that no file can have, a disk that does not answer
         raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
     total_steps = _total_steps(config, len(task))
-    found, _ = find_checkpoint(config, total_steps=total_steps, data=task.fingerprint)
+    found, _ = find_checkpoint(config, total_steps=total_steps, data=data)
     config = as_before(config, found)
     return Checked(
         config,
         weights,
         problems=len(task),
         held_out=evaluated,
-        fingerprint=task.fingerprint,
+        fingerprint=data,
         total_steps=total_steps,
         checkpoint=found,
         changes=changes(config, found),
@@ -77,17 +75,20 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     )
 
 
-def _check_teachers(config: Config, task: Task) -> None:
-    """Look for rows that name none of several teachers. Raises TaskError."""
+def _data(config: Config, task: Task) -> str:
+    """Identify the problems, and of several teachers the one of each. Raises TaskError for rows
+    that name none of them.
+    """
     teachers = config.algorithm.distill.teachers
-    if len(teachers) > 1:
-        rows = range(min(len(task), _ROWS))
-        named = {name for row in rows if (name := task.train(row).teacher) is not None}
-        if others := sorted(named - {*teachers}):
-            raise TaskError(
-                f"rows name the teacher {listed(others, 3)}, and `algorithm.distill.teacher` has "
-                f"{listed(teachers, 3)}"
-            )
+    if len(teachers) < 2:
+        return task.fingerprint
+    named = [task.train(row).teacher for row in range(len(task))]
+    if others := sorted({*named} - {None, *teachers}, key=str):
+        raise TaskError(
+            f"rows name the teacher {listed([str(one) for one in others], 3)}, and "
+            f"`algorithm.distill.teacher` has {listed(teachers, 3)}"
+        )
+    return blake2b(repr((task.fingerprint, named)).encode(), digest_size=16).hexdigest()
 
 
 def _total_steps(config: Config, problems: int) -> int:

@@ -357,8 +357,8 @@ def test_who_has_ended_is_blamed_unless_it_was_replaced(
         ),
         (
             "verifying",
-            {"verifying": [], "asks": "teacher"},
-            "group 7 has waited for the teacher of actor-0.0 for 30 s",
+            {"verifying": [(9, 20.0)], "asks": "teacher big"},
+            "group 7 has waited for the teacher big of actor-0.0 for 30 s",
         ),
         ("put", {}, "actor-0.0 has had group 7 in stage put for 30 s"),
     ],

@@ -378,6 +378,7 @@ class VllmEngine:
             max_tokens=1,
             prompt_logprobs=top_k,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -390,15 +391,11 @@ class VllmEngine:
         if final is None or final.prompt_logprobs is None:
             raise EngineError("the engine returned no log-probs of a prompt")
         labels += [span.version for span in final.outputs[0].weight_versions or []]
-        values = np.empty((len(response), 1 + top_k), np.float32)
-        ids = np.empty((len(response), top_k), np.int32)
-        rows = final.prompt_logprobs[len(prompt) :]
-        for place, (row, token) in enumerate(zip(rows, response, strict=True)):
-            values[place, 0] = row[token].logprob
-            best = sorted((one.rank, id_, one.logprob) for id_, one in row.items())[:top_k]
-            for column, (_, id_, logprob) in enumerate(best):
-                ids[place, column], values[place, 1 + column] = id_, logprob
-        return labels, values, ids
+        found, shape = final.prompt_logprobs, (len(response), 1 + top_k)
+        start = found.start_indices[len(prompt)]  # of each position: its token, then the best
+        values = np.asarray(found.logprobs[start:], np.float32).reshape(shape)
+        ids = np.asarray(found.token_ids[start:], np.int32).reshape(shape)
+        return labels, values, ids[:, 1:]
 
     async def classify(self, sequences: Sequence[list[int]]) -> list[float]:
         """See `Engine.classify`."""
