@@ -58,7 +58,12 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
         group = codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times)
         if config.algorithm.distill.teacher is not None:
             tokens = sum(len(row.behavior_logprobs) for row in rows)
-            group.planes["teacher_logprobs"] = -rng.gamma(2, 1, (tokens, 1)).astype(np.float32)
+            top_k = config.algorithm.distill.teacher_top_k
+            said = np.log(rng.dirichlet(np.ones(top_k + 2), tokens)[:, : 1 + top_k])
+            group.planes["teacher_logprobs"] = said.astype(np.float32)
+            if top_k:
+                ids = np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
+                group.planes["teacher_ids"] = ids
         frames.append(codec.encode_group(group))
     return frames
 
