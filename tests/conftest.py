@@ -55,6 +55,9 @@ SYSTEM = (
     "tests/observe/test_bottleneck.py",
     "tests/replay/test_outstanding.py",
     "tests/tools/predict/test_rehearsal.py",
+    "tests/run/preflight/test_architecture_check.py",
+    "tests/models/test_learner_passes.py",
+    "tests/tools/check/test_dry_run.py",
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
 longest first, so that none of them is begun last."""

@@ -70,6 +70,7 @@ def begun(checkout: Path, log: Path, *settings: str) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.slow
 def test_the_core_trains_evaluates_is_killed_and_resumes(checkout: Path) -> None:
     first, second = checkout / "first.txt", checkout / "second.txt"
     run = begun(checkout, first, "run.total_steps=100000")

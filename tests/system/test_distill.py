@@ -81,6 +81,7 @@ def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_pa
         agrees(teacher, group)
 
 
+@pytest.mark.slow
 def test_without_its_teacher_a_run_ends(tmp_path: Path) -> None:
     config = config_of(tmp_path, "cluster.restart_budget=0", "run.total_steps=1000")
     with (
