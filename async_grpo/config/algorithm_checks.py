@@ -455,7 +455,7 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
 def _distill(config: Config, known: Known) -> Iterator[str]:
     distill, temperature = config.algorithm.distill, config.rollout.temperature
     if len(set(distill.teachers)) < len(distill.teachers):
-        yield "`algorithm.distill.teacher` has a name twice."
+        yield "`algorithm.distill.teacher` has a name twice: remove one."
     if distill.teacher is not None and temperature != 1:
         yield (
             f"`rollout.temperature` is {temperature:g}, and with `algorithm.distill.teacher` it is "

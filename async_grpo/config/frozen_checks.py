@@ -64,8 +64,8 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
         top_k = config.algorithm.distill.teacher_top_k
         if "teacher" in kinds and isinstance(most, int) and 0 <= most < top_k:
             yield (
-                f"`frozen.{name}.engine.vllm.max_logprobs` is {most}, and "
-                f"`algorithm.distill.teacher_top_k` {top_k}."
+                f"`frozen.{name}.engine.vllm.max_logprobs` is {most}, below "
+                f"`algorithm.distill.teacher_top_k`, {top_k}: remove it, or raise it."
             )
         for argument, why in refused_arguments(model.engine.vllm):
             yield f"`frozen.{name}.engine.vllm.{argument}` {why}."

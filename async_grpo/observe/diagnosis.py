@@ -102,9 +102,9 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
                 doing = "is paused for new weights"
         elif oldest["stage"] == "verifying":
             pid, busy = max(status["verifying"], key=lambda one: one[1], default=(0, 0.0))
-            who = f"group {oldest['group_id']}"
-            doing = f"has waited for the {oldest['asks']} of {actor_id}"
-            if busy > SLOW_S and oldest["asks"] == "verifiers":
+            who = f"group {oldest['group_id']} of {actor_id}"
+            doing = f"has waited for {oldest['asks']}"
+            if busy > SLOW_S and oldest["asks"] == "its verifiers":
                 who, since = f"verifier of {actor_id} (pid {pid})", busy
                 doing = "has been at one response"
         else:

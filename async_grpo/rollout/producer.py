@@ -65,7 +65,7 @@ class _GroupWork:
     stage: str
     since: float
     begun: float
-    asks: str = "verifiers"
+    asks: str = "its verifiers"
     task: asyncio.Task[None] | None = None
     generation: PartialGeneration | None = None
     play: GroupPlay | None = None
@@ -422,7 +422,7 @@ class GroupProducer(EngineHost):
         self, work: _GroupWork, judges: Judges, problem: Problem, episodes: list[Episode]
     ) -> None:
         """Add what judges say of each episode to its rewards."""
-        work.asks = "judges"
+        work.asks = "its judges"
         self._enter(work, "verifying")
         asked, tokenizer = time.monotonic(), self.parts.tokenizer
         texts = [

@@ -86,7 +86,7 @@ def _data(config: Config, task: Task) -> str:
     if others := sorted({*named} - {None, *teachers}, key=str):
         raise TaskError(
             f"rows name the teacher {listed([str(one) for one in others], 3)}, and "
-            f"`algorithm.distill.teacher` has {listed(teachers, 3)}"
+            f"`algorithm.distill.teacher` has {listed(teachers, 3)}: add it, or mend the rows"
         )
     return blake2b(repr((task.fingerprint, named)).encode(), digest_size=16).hexdigest()
 

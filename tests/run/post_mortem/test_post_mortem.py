@@ -353,18 +353,18 @@ def test_who_has_ended_is_blamed_unless_it_was_replaced(
         (
             "verifying",
             {"verifying": [(8, 1.0)]},
-            "group 7 has waited for the verifiers of actor-0.0 for 30 s",
+            "group 7 of actor-0.0 has waited for its verifiers for 30 s",
         ),
         (
             "verifying",
             {"verifying": [(9, 20.0)], "asks": "teacher big"},
-            "group 7 has waited for the teacher big of actor-0.0 for 30 s",
+            "group 7 of actor-0.0 has waited for teacher big for 30 s",
         ),
         ("put", {}, "actor-0.0 has had group 7 in stage put for 30 s"),
     ],
 )
 def test_whom_the_oldest_group_waits_for(stage: str, status: dict, says: str) -> None:
-    given, asks = facts(), status.get("asks", "verifiers")
+    given, asks = facts(), status.get("asks", "its verifiers")
     given["actors"]["actor-0.0"]["status"] |= {
         "in_flight": [in_flight(stage, 30.0) | {"asks": asks}, in_flight("put", 1.0, 8)],
         **status,
