@@ -88,6 +88,13 @@ class FrozenProcess:
         engine, top_k = await self._loaded(), self._config.algorithm.distill.teacher_top_k
         return await self._in_time(engine.top_logprobs(sequences, top_k))
 
+    async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+        """See `Demonstrator.respond`. Raises EngineError."""
+        engine = await self._loaded()
+        sampling = Sampling(n=1, max_tokens=limit, temperature=1.0, seed=seed)
+        [done] = await self._in_time(engine.generate(prompt, sampling))
+        return list(done.token_ids.tolist())
+
     async def answer(self, question: Question) -> str:
         """See `Answerer.answer`. Raises EngineError."""
         engine = await self._loaded()
@@ -165,6 +172,11 @@ class FrozenClient:
         answers: list[Taught] = await self._ask("score", sequences)
         return answers
 
+    async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+        """See `Demonstrator.respond`."""
+        response: list[int] = await self._ask("respond", prompt, limit, seed)
+        return response
+
     async def answer(self, question: Question) -> str:
         """See `Answerer.answer`."""
         return str(await self._ask("answer", question))
@@ -174,7 +186,7 @@ class FrozenClient:
         answers: list[float | None] = await self._ask("rewards", conversations)
         return answers
 
-    async def _ask(self, method: str, asked: Any) -> Any:
+    async def _ask(self, method: str, *asked: Any) -> Any:
         """Ask until there is an answer; whoever calls sets the deadline. No group fails for a
         process that is gone, since the next one would meet the same.
         """
@@ -182,7 +194,7 @@ class FrozenClient:
             try:
                 # Ray repeats a call whose process dies, once there is another
                 call = getattr(self._handle, method).options(max_task_retries=-1)
-                return await call.remote(asked)
+                return await call.remote(*asked)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, TextRefused):
                     raise TextRefused(str(error.cause)) from None

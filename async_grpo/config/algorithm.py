@@ -84,12 +84,17 @@ class KlCtrl(Section):
     """Responses over which the adaptive coefficient reacts: larger is slower."""
 
 
+LIVE = "policy"
+"""Name of the policy itself, as a teacher."""
+
+
 class Distill(Section):
     """Pull the policy towards a frozen model on its own responses (on-policy distillation)."""
 
     teacher: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Frozen model (a name under `frozen`) that says how probable it finds each sampled token;
-    null: none. Of a list, each row's `teacher` says which one, and the first has all other rows.
+    `policy`: the policy itself, as its engine serves it, which `teacher_prompt` tells more; null:
+    none. Of a list, each row's `teacher` says which one, and the first has all other rows.
     """
     coef: Above0 = 1.0
     """Weight of the teacher's log-prob minus the policy's in a token's advantage, which is the
@@ -97,6 +102,10 @@ class Distill(Section):
     """
     reward_coef: AtLeast0 = 1.0
     """Weight of the advantages that come from rewards; 0: the teacher alone teaches."""
+    teacher_prompt: str | None = None
+    """What the teacher sees instead of the prompt's text (of a chat: its last message), with
+    `{prompt}` and, where wanted, `{solution}`; null: what the policy sees.
+    """
     teacher_top_k: Annotated[int, Field(ge=0, le=20)] = 0
     """0: the teacher judges the sampled token. Above 0: the loss is the forward KL to the teacher's
     distribution over its `teacher_top_k` most probable tokens, with all others as one.
@@ -106,6 +115,11 @@ class Distill(Section):
     def teachers(self) -> list[str]:
         """Names of all teachers."""
         return [self.teacher] if isinstance(self.teacher, str) else self.teacher or []
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of those that are not the policy itself."""
+        return [name for name in self.teachers if name != LIVE]
 
 
 class OverlongBuffer(Section):
@@ -259,6 +273,12 @@ class Algorithm(Section):
     its weight.
     """
     distill: Distill = Distill()
+    sft_loss_coef: AtLeast0 = 0.0
+    """Weight of the cross-entropy of one given response to each prompt, a mean over their tokens in
+    an update; beside the policy loss, whose responses are sampled. 0: none.
+    """
+    sft_model: str | None = None
+    """Frozen model whose response to the prompt is given; null: the problem's worked solution."""
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = True

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from async_grpo.algo.invariance import norm_levels, unseen_levels
-from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.algorithm import LIVE, Algorithm
 from async_grpo.config.plugins import Known
 from async_grpo.config.schema import Config
 
@@ -456,6 +456,13 @@ def _distill(config: Config, known: Known) -> Iterator[str]:
     distill, temperature = config.algorithm.distill, config.rollout.temperature
     if len(set(distill.teachers)) < len(distill.teachers):
         yield "`algorithm.distill.teacher` has a name twice: remove one."
+    if LIVE in distill.teachers and distill.teacher_prompt is None:
+        yield (
+            f"`algorithm.distill.teacher` is {LIVE}, the policy itself, which learns nothing from "
+            "a teacher that sees what it sees: set `algorithm.distill.teacher_prompt`."
+        )
+    if distill.teacher_prompt is not None and "{prompt}" not in distill.teacher_prompt:
+        yield "`algorithm.distill.teacher_prompt` does not contain {prompt}."
     if distill.teacher is not None and temperature != 1:
         yield (
             f"`rollout.temperature` is {temperature:g}, and with `algorithm.distill.teacher` it is "

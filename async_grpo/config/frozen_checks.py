@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from async_grpo.config.algorithm import LIVE
 from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
@@ -16,7 +17,11 @@ from async_grpo.config.vllm_keys import refused_arguments
 
 def frozen_models(config: Config) -> Iterator[str]:
     """Find frozen models that nobody uses, or that cannot do what they are used for."""
-    used = [("algorithm.distill.teacher", name) for name in config.algorithm.distill.teachers]
+    algorithm = config.algorithm
+    used = [("algorithm.distill.teacher", name) for name in algorithm.distill.frozen]
+    used += [("algorithm.sft_model", name) for name in [algorithm.sft_model] if name is not None]
+    if LIVE in config.frozen:
+        yield f"`frozen.{LIVE}` has the name of the policy: choose another."
     used += [(f"task.judges.{name}.model", one.model) for name, one in config.task.judges.items()]
     for key, model in used:
         if model not in config.frozen:
@@ -71,8 +76,8 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
             yield f"`frozen.{name}.engine.vllm.{argument}` {why}."
     if not used:
         yield (
-            f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher` or "
-            "`task.judges.NAME.model`, or remove it."
+            f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher`, "
+            "`algorithm.sft_model` or `task.judges.NAME.model`, or remove it."
         )
 
 

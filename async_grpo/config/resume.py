@@ -29,6 +29,9 @@ _SINCE = (
     "algorithm.distill.coef",
     "algorithm.distill.reward_coef",
     "algorithm.distill.teacher_top_k",
+    "algorithm.distill.teacher_prompt",
+    "algorithm.sft_loss_coef",
+    "algorithm.sft_model",
     "learner.kernels",
     "task.judges",
 )

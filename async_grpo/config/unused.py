@@ -67,7 +67,9 @@ OWNED = (
         "algorithm.distill.coef",
         "algorithm.distill.reward_coef",
         "algorithm.distill.teacher_top_k",
+        "algorithm.distill.teacher_prompt",
     ),
+    _unlike("algorithm.sft_loss_coef", 0.0, "0.1 (or another)", "algorithm.sft_model"),
     _unlike("algorithm.opsm_delta", None, "0.5 (or another)", "algorithm.opsm_against"),
     _Owned(
         ("algorithm.clip_ratio",),

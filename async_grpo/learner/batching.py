@@ -42,6 +42,8 @@ class PlanRow:
     """Tokens of `length` that the policy sampled."""
     prompt: int = 0
     """Which one of the group; rows share equal ones."""
+    given: bool = False
+    """Whether it is imitated, not rewarded (a demonstration)."""
 
     @property
     def key(self) -> RowKey:

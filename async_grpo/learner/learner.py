@@ -46,6 +46,7 @@ from async_grpo.learner.rows import (
     TokenBatch,
     decode_rows,
     learning_rate,
+    repeats,
     token_batch,
 )
 from async_grpo.learner.token_math import TokenMath, UpdateFacts, compare_sampler
@@ -248,6 +249,9 @@ class Learner:
                 max_staleness=self.config.replay.max_staleness,
                 mask_stale=self.config.replay.on_stale == "mask",
             )
+        for name, (share, count) in repeats(self._rows).items():
+            if count:
+                self._metrics.add_value(name, share, count)
         if teachers := algorithm.distill.teachers:
             width = 1 + algorithm.distill.teacher_top_k
             silent = sorted(
@@ -298,7 +302,11 @@ class Learner:
         plan = self._plan
         if plan is None:
             raise RuntimeError("train without prepare")
-        trained = {key: self._rows[key] for key, row in plan.rows.items() if row.weight != 0}
+        trained = {
+            key: self._rows[key]
+            for key, row in plan.rows.items()
+            if row.weight != 0 and not row.given
+        }
         self._math.assign(trained, owned=plan.owned, values=values, kl_coef=kl_coef)
         self._lr_factor = lr_factor
         for index, planned in enumerate(plan.updates):

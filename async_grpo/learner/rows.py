@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -24,6 +25,10 @@ from async_grpo.learner.packing import PackedRow
 from async_grpo.learner.prefetch import on_device
 from async_grpo.wire import codec
 
+NGRAM = 4
+"""Tokens of a window that is looked for in what its response said before."""
+HASH = np.uint64(0x9E3779B97F4A7C15)
+
 
 @dataclass(slots=True)
 class LearnerRow:
@@ -34,7 +39,8 @@ class LearnerRow:
     [L] float32; lag [L] int64; where a frozen model teaches, teacher [L, 1 + k] float32, its
     log-probs of the token and of k others, and those teacher_ids [L, k]; once computed: anchor,
     reference, advantages [L] float32, kl [L] float64. max_lag: older tokens are not trained; they
-    stay in the divisors, and out of the statistics of their row.
+    stay in the divisors, and out of the statistics of their row. given: a demonstration, which is
+    imitated and has a part in nothing else.
     """
 
     prompt: np.ndarray
@@ -45,6 +51,7 @@ class LearnerRow:
     turns: np.ndarray | None = None
     """Number of the turn [L] of each; None for a plain response."""
     max_lag: int | None = None
+    given: bool = False
     teacher: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None
     anchor: np.ndarray | None = None
@@ -59,7 +66,9 @@ class LearnerRow:
 
     @property
     def trained(self) -> np.ndarray:
-        """[L] uint8: 0 at tokens that are too old."""
+        """[L] uint8: 0 at tokens that are too old, and at given ones."""
+        if self.given:
+            return np.zeros(len(self.lag), np.uint8)
         if self.max_lag is None:
             return np.ones(len(self.lag), np.uint8)
         return (self.lag <= self.max_lag).astype(np.uint8)
@@ -70,9 +79,10 @@ class TokenBatch:
     """Everything the loss needs of the M sampled tokens of a micro-batch, each [M].
 
     `teacher` [M, 1 + k] and `teacher_ids` [M, k], or None: see `LearnerRow`. `mask`: 0 at the token
-    of a dummy. `trained`: also at tokens that are too old. `weights`: loss weight, 0 where not
-    trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, number among the
-    row's sampled tokens.
+    of a dummy, and of a demonstration. `trained`: also at tokens that are too old. `weights`: loss
+    weight, 0 where not trained. `given`: of demonstrations' tokens, 0 at others; None without any.
+    `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, number among the row's
+    sampled tokens.
     """
 
     behavior: Tensor
@@ -85,6 +95,7 @@ class TokenBatch:
     trained: Tensor
     lag: Tensor
     weights: Tensor
+    given: Tensor | None
     row_index: Tensor
     identity: Tensor
 
@@ -102,10 +113,10 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Join several micro-batches in order, without `reference` and what a teacher says of other
-        tokens; `row_index` stays as it is.
+        """Join several micro-batches in order, without `reference`, `given` and what a teacher says
+        of other tokens; `row_index` stays as it is.
         """
-        optional = "reference", "teacher", "teacher_ids"
+        optional = "reference", "teacher", "teacher_ids", "given"
         names = [name for name in cls.__dataclass_fields__ if name not in optional]
         # a dummy has no teacher
         asked = any(batch.teacher is not None for batch in batches)
@@ -116,6 +127,7 @@ class TokenBatch:
             reference=None,
             teacher=torch.cat(teachers) if asked else None,
             teacher_ids=None,
+            given=None,
             **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
         )
 
@@ -176,10 +188,32 @@ def decode_rows(
             lag,
             turns=row.turns,
             max_lag=max_staleness,
+            given=planned.given,
+            advantages=np.zeros(len(lag), np.float32) if planned.given else None,
             teacher=teacher,
             teacher_ids=teacher_ids,
         )
     return rows
+
+
+def repeats(rows: Mapping[RowKey, LearnerRow]) -> dict[str, tuple[int, int]]:
+    """Count what sampled responses repeat, by metric: windows of NGRAM tokens that came before in
+    their response, of all windows; groups that have the commonest response, of all groups.
+    """
+    again, windows, groups = 0, 0, defaultdict[bytes, set[int]](set)
+    for (group_id, _), row in rows.items():
+        if row.given:
+            continue
+        tokens = row.response[row.sampled].astype(np.uint64)
+        groups[tokens.tobytes()].add(group_id)
+        count = len(tokens) - NGRAM + 1
+        if count > 0:
+            keys = np.zeros(count, np.uint64)
+            for place in range(NGRAM):  # a hash, which wraps; collisions are rare
+                keys = keys * HASH + tokens[place : place + count]
+            again, windows = again + count - len(np.unique(keys)), windows + count
+    most, every = max(map(len, groups.values()), default=0), set[int]().union(*groups.values())
+    return {"train/repeated_tokens": (again, windows), "train/same_response": (most, len(every))}
 
 
 def by_row(group: codec.Group, plane: str) -> list[np.ndarray | None]:
@@ -227,10 +261,13 @@ def token_batch(
         teacher=computed([row.teacher for row in rows]),
         teacher_ids=computed([row.teacher_ids for row in rows], np.int64),
         advantages=column([known(row.advantages) for row in rows], np.float32),
-        mask=column([np.ones(len(row.lag)) for row in rows], np.uint8),
+        mask=column([np.full(len(row.lag), not row.given) for row in rows], np.uint8),
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,
+        given=spread([row.weight * row.given for row in planned], np.float32)
+        if any(row.given for row in planned)
+        else None,
         row_index=row_index,
         identity=torch.stack([group_ids, numbers, position], -1),
     )

@@ -11,7 +11,7 @@ per micro-batch:
                 top_entropy_share)
     loss        advantages and what a teacher adds -> policy loss x off-policy weights + KL penalty
                 + penalty towards the sampler + KL to a teacher's top k - entropy bonus, summed with
-                the tokens' loss weights
+                the tokens' loss weights; + the cross-entropy of demonstrations with its own
 
 Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
 rank calls the collective parts equally often.
@@ -285,7 +285,12 @@ class TokenMath:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
         if algorithm.entropy_coef and entropy is not None:
             token_loss = token_loss - algorithm.entropy_coef * entropy
-        return aggregate_loss(token_loss, batch.weights)
+        loss = aggregate_loss(token_loss, batch.weights)
+        if batch.given is None:
+            return loss
+        if metrics is not None:
+            metrics.add("train/sft_loss", -logprobs, batch.given != 0)
+        return loss - (batch.given * logprobs).sum()
 
     def _kl(self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor) -> Tensor | None:
         """Return the KL penalty of each token before its coefficient, None without one."""

@@ -361,11 +361,19 @@ def _identity(config: Config, fingerprint: str) -> str:
             include={"turn_length", "context_length", "max_turns"}, exclude_defaults=True
         ),
     }
-    distill, what = config.algorithm.distill, {"path", "dtype"}
-    if teachers := [config.frozen[one].model_dump(include=what) for one in distill.teachers]:
+    algorithm, distill = config.algorithm, config.algorithm.distill
+
+    def model(name: str) -> Any:
+        frozen = config.frozen.get(name)  # None: the policy itself
+        return name if frozen is None else frozen.model_dump(include={"path", "dtype"})
+
+    if teachers := [model(one) for one in distill.teachers]:
         parts["teacher"] = teachers[0]
         parts |= {"teachers": [distill.teachers, teachers]} if len(teachers) > 1 else {}
         parts |= {"top_k": distill.teacher_top_k} if distill.teacher_top_k else {}
+        parts |= {"teacher_prompt": distill.teacher_prompt} if distill.teacher_prompt else {}
+    if algorithm.sft_loss_coef:
+        parts["sft"] = algorithm.sft_model and model(algorithm.sft_model)
     if judges := config.task.judges:
         who = {"path", "dtype", "url", "served_name"}
         parts["judges"] = {

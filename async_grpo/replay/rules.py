@@ -185,6 +185,8 @@ def problem_of(
         return f"{rows} rollouts to train instead of {group_size}"
     if greedy != int(baseline):
         return f"{greedy} baseline rollouts instead of {int(baseline)}"
+    if roles.count("demonstration") > 1:
+        return f"{roles.count('demonstration')} demonstrations instead of one"
     if meta.policy_version != ticket.policy_version:
         return f"ticket version {meta.policy_version} instead of {ticket.policy_version}"
     if wrong := {row.verdict for row in meta.rows} - {None, 0.0, 1.0}:

@@ -56,7 +56,7 @@ PLACES = (
 def token_counts(meta: GroupMeta) -> tuple[int, int]:
     """Tokens of the responses to train, and of the greedy baseline."""
     train = sum([row.length for row in meta.rows if row.role == "train"])
-    return train, sum([row.length for row in meta.rows]) - train
+    return train, sum([row.length for row in meta.rows if row.role == "baseline"])
 
 
 def masked_tokens(

@@ -1,6 +1,7 @@
 """Frozen models as rollout actors see them, and with which settings their engines start.
 
     rows --prompt, response of each--> Teacher --log-probs--> those of the sampled tokens -> planes
+    prompt --> Demonstrator, or the problem's own solution --> a row that is imitated
 
 Runs in: rollout actors, after the group is scored; settings also in the driver. Knows no process:
 `cluster.frozen_models` has those. Invariant: a group either has a finite log-prob of a teacher for
@@ -9,17 +10,19 @@ every sampled token, or is failed. Judges: see `rollout.judges`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.rollout.engine.base import stop_tokens
+from async_grpo.rollout.engine.base import Engine, stop_tokens
 from async_grpo.rollout.engine.choice import ENGINE
-from async_grpo.tasks.base import Prompt
-from async_grpo.wire.groups import Row
+from async_grpo.runtime.text import filled
+from async_grpo.tasks.base import Problem, Prompt
+from async_grpo.wire.groups import Row, VersionSpan
 
 TEMPLATE, INSTRUCTIONS = 64, 1024
 """Tokens of a chat template around a row, and of what a judge is told."""
@@ -53,6 +56,24 @@ class Teacher(Protocol):
         """Give what `Engine.top_logprobs` does of each response, behind its prompt, both as token
         ids, with the `top_k` of `algorithm.distill`.
         """
+
+
+class Demonstrator(Protocol):
+    """A frozen model with the policy's vocabulary whose responses are imitated."""
+
+    async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+        """Sample a response of at most `limit` tokens at temperature 1, with its end token."""
+
+
+class LivePolicy:
+    """The policy as its own teacher, with the weights that its engine serves."""
+
+    def __init__(self, engine: Engine, top_k: int) -> None:
+        self._engine, self._top_k = engine, top_k
+
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Taught]:
+        """See `Teacher.score`."""
+        return await self._engine.top_logprobs(sequences, self._top_k)
 
 
 class Answerer(Protocol):
@@ -107,18 +128,19 @@ def engine_config(config: Config, name: str) -> Config:
 
 def tokenizer_of(config: Config, name: str) -> tuple[Any, list[int]]:
     """Return the tokenizer of a frozen model, and the tokens that end its answers; (None, []) for
-    one that is not asked in words. config: of its engine.
+    one that neither reads nor writes. config: of its engine.
     """
     from transformers import AutoTokenizer
 
     judges = [judge for judge in config.task.judges.values() if judge.model == name]
-    if not judges:
+    responds = name == config.algorithm.sft_model
+    if not judges and not responds:
         return None, []
     model = str(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(
         model, trust_remote_code=config.model.trust_remote_code
     )
-    answers = any(judge.kind != "reward_model" for judge in judges)
+    answers = responds or any(judge.kind != "reward_model" for judge in judges)
     return tokenizer, stop_tokens(model, tokenizer.eos_token_id) if answers else []
 
 
@@ -140,3 +162,38 @@ async def teacher_planes(
     )
     planes = {"teacher_logprobs": logprobs.astype(np.float32)}
     return planes | ({"teacher_ids": ids.astype(np.int32)} if ids.shape[1] else {})
+
+
+def reference_text(problem: Problem) -> str:
+    """Return the answer of a problem as text."""
+    reference = problem.reference
+    if isinstance(reference, Mapping) and "answer" in reference:
+        reference = reference["answer"]
+    return reference if isinstance(reference, str) else json.dumps(reference, default=str)
+
+
+def teacher_prompt(problem: Problem, template: str) -> Prompt:
+    """Return the prompt as a teacher sees it (`algorithm.distill.teacher_prompt`)."""
+    prompt = problem.prompt
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    solution = problem.solution if isinstance(problem.solution, str) else reference_text(problem)
+    facts = {"prompt": text, "solution": solution}
+    told = filled(template, facts)
+    return told if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": told}]
+
+
+def demonstration(ids: Sequence[int], *, limit: int, version: int) -> Row:
+    """Return the row of a given response, cut as one that is sampled. version: of its tokens, which
+    no policy sampled.
+    """
+    kept = np.asarray(ids[:limit], np.int32)
+    return Row(
+        response_ids=kept,
+        behavior_logprobs=np.zeros(len(kept), np.float32),
+        segments=[(0, len(kept))],
+        versions=[VersionSpan(version, 0, len(kept))],
+        rewards={},
+        verdict=None,
+        finish_reason="stop" if len(kept) == len(ids) else "length",
+        role="demonstration",
+    )

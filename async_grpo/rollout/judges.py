@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -23,7 +22,8 @@ from itertools import permutations
 from typing import Any, TypeVar
 
 from async_grpo.config.frozen import Judge
-from async_grpo.rollout.frozen import Question, TextRefused
+from async_grpo.rollout.frozen import Question, TextRefused, reference_text
+from async_grpo.runtime.text import filled
 from async_grpo.tasks.base import Problem, Prompt
 from async_grpo.tasks.verifier import VerifierError
 
@@ -93,7 +93,7 @@ class Judges:
             scores = await self._models[name].rewards([(problem.prompt, text) for text in texts])
             found = [_normalised(name, judge, score) for score in scores]
             return dict(zip(texts, found, strict=True))
-        said = {"prompt": _as_text(problem.prompt), "reference": _reference(problem.reference)}
+        said = {"prompt": _as_text(problem.prompt), "reference": reference_text(problem)}
         if judge.kind == "pairwise":
             return await self._pairwise(name, judge, said, texts)
         grades = await _all(self._pointwise(name, judge, said, one) for one in texts)
@@ -195,13 +195,6 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def filled(template: str, facts: Mapping[str, str]) -> str:
-    """Put facts into a template at once, so that a response cannot contain a placeholder; unknown
-    names stay as they are.
-    """
-    return re.sub(r"\{(\w+)\}", lambda found: facts.get(found[1], found[0]), template)
-
-
 def verdict(answer: str, allowed: Mapping[str, list[Any]], reasoning: bool) -> dict[str, Any]:
     """Return what a judge says for each key. Raises ValueError for anything but JSON with exactly
     these keys, and `reasoning` where it is asked for, and allowed values.
@@ -232,10 +225,3 @@ def _as_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def _reference(reference: Any) -> str:
-    """Return the answer of a row as text."""
-    if isinstance(reference, Mapping) and "answer" in reference:
-        reference = reference["answer"]
-    return reference if isinstance(reference, str) else json.dumps(reference, default=str)

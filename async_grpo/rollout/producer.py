@@ -4,6 +4,7 @@ Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
 
     ticket -> prompt tokens -> engine: n responses -> verifier children: rewards
         -> frozen models: grades (only with task.judges), log-probs (only with algorithm.distill)
+        -> a demonstration, given or of a frozen model (only with algorithm.sft_loss_coef)
         -> frame -> outbox -> queue.put (batched)
 
 With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last
@@ -24,6 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from async_grpo.config.algorithm import LIVE
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import VerifierFailed
@@ -31,7 +35,14 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
-from async_grpo.rollout.frozen import FrozenFailed, Teacher, teacher_planes
+from async_grpo.rollout.frozen import (
+    FrozenFailed,
+    LivePolicy,
+    Teacher,
+    demonstration,
+    teacher_planes,
+    teacher_prompt,
+)
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
@@ -40,10 +51,11 @@ from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
 from async_grpo.runtime.variables import take
 from async_grpo.tasks.base import Problem, Score, Task
+from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
-from async_grpo.wire.groups import EPISODE_END
+from async_grpo.wire.groups import EPISODE_END, Row
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
@@ -109,9 +121,7 @@ class GroupProducer(EngineHost):
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
-        self._teachers: dict[str, Teacher] = {
-            name: (frozen or {})[name] for name in config.algorithm.distill.teachers
-        }
+        self._frozen = dict(frozen or {})
         judges = config.task.judges
         self._judges = Judges(judges, frozen or {}) if judges else None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
@@ -302,20 +312,26 @@ class GroupProducer(EngineHost):
         problem = task.train(
             problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
-        teacher = self._teacher_of(problem) if self._teachers else ""
+        distill = config.algorithm.distill
+        teacher = self._teacher_of(problem) if distill.teachers else ""
         if self.parts.player is None:
             episodes = await self._respond(work, problem)
         else:
             episodes = await self._play(work, problem, self.parts.player)
         if self._judges is not None:
             await self._grade(work, self._judges, problem, episodes)
-        scored, planes, size = time.time(), {}, config.rollout.group_size
+        scored, size = time.time(), config.rollout.group_size
+        planes: dict[str, np.ndarray] = {}
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
-        if self._teachers:
-            work.asks = f"teacher {teacher}"
-            self._enter(work, "verifying")
-            asked = time.monotonic()
-            planes = await teacher_planes(self._teachers[teacher], prompts, rows)
+        asked, imitates = time.monotonic(), config.algorithm.sft_loss_coef > 0
+        if distill.teachers:
+            planes = await self._taught(work, problem, teacher, prompts, rows)
+        if imitates:
+            given = await self._given(work, problem, prompts[0].tolist(), rows)
+            more = sum(len(row.response_ids) for row in given)  # of which no teacher says anything
+            planes = {key: np.pad(one, ((0, more), (0, 0))) for key, one in planes.items()}
+            rows += given
+        if distill.teachers or imitates:
             self._counts["taught"] += 1
             self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
         lengths = [episode.session.sampled for episode in episodes]
@@ -342,11 +358,59 @@ class GroupProducer(EngineHost):
 
     def _teacher_of(self, problem: Problem) -> str:
         """Name the only one, or that of the row. Raises FrozenFailed for one that is none."""
-        first, *others = self._teachers
+        first, *others = self._config.algorithm.distill.teachers
         name = problem.teacher if others and problem.teacher is not None else first
-        if name not in self._teachers:
+        if name not in (first, *others):
             raise FrozenFailed(f"{name} is named by a row, and is no teacher")
         return name
+
+    async def _given(
+        self, work: _GroupWork, problem: Problem, prompt: list[int], rows: Sequence[Row]
+    ) -> list[Row]:
+        """Return the demonstration of a group; none for a problem without a solution."""
+        config, limit = self._config, self._config.rollout.response_length
+        if (name := config.algorithm.sft_model) is not None:
+            work.asks = f"model {name}"
+            self._enter(work, "verifying")
+            seed = hash63(config.seed, "given", work.ticket.group_id) if config.seeded else None
+            given = await self._frozen[name].respond(prompt, limit, seed)
+        elif isinstance(problem.solution, str):
+            tokenizer = self.parts.tokenizer
+            ids = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+            end = tokenizer.eos_token_id  # None: its model's generation config names one
+            given = [*ids, self.parts.engine.stop_token_ids[0] if end is None else end]
+        else:
+            return []
+        newest = max(row.versions[-1].policy_version for row in rows)
+        return [demonstration(given, limit=limit, version=newest)]
+
+    async def _taught(
+        self,
+        work: _GroupWork,
+        problem: Problem,
+        name: str,
+        prompts: list[np.ndarray],
+        rows: Sequence[Row],
+    ) -> dict[str, np.ndarray]:
+        """Return what the teacher of that name says of the tokens."""
+        work.asks = f"teacher {name}"
+        self._enter(work, "verifying")
+        distill = self._config.algorithm.distill
+        if distill.teacher_prompt is not None:
+            seen = prompt_ids(self.parts.tokenizer, teacher_prompt(problem, distill.teacher_prompt))
+            limit = self._config.rollout.prompt_length
+            if len(seen) >= limit:  # an engine that scores needs room for one token more
+                raise FrozenFailed(
+                    f"{name}: its prompt has {len(seen)} tokens, and rollout.prompt_length - 1 is "
+                    f"{limit - 1}"
+                )
+            prompts = [np.asarray(seen, np.int32)]
+        teacher: Teacher = (
+            LivePolicy(self.parts.engine, distill.teacher_top_k)
+            if name == LIVE
+            else self._frozen[name]
+        )
+        return await teacher_planes(teacher, prompts, rows)
 
     async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""

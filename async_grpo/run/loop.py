@@ -255,7 +255,9 @@ class StepTrainer:
         return self._row_math.state()
 
     async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
-        self.lengths = [tuple(row.length for row in group.episodes) for group in batch.groups]
+        self.lengths = [
+            tuple(row.length for row in group.episodes_sampled) for group in batch.groups
+        ]
         times = [group.times for group in batch.groups]
         self.generation_s = [each["done"] - each["queued"] for each in times]
         plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,7 @@ class RowMath:
     def plans(self, batch: Batch) -> list[RankPlan]:
         """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""
         config, episodes = self._config, _episodes(batch, "train")
+        given = _episodes(batch, "demonstration") if config.algorithm.sft_loss_coef else {}
         updates = []
         for epoch in range(config.learner.ppo_epochs):
             for ids in minibatches(
@@ -133,6 +134,7 @@ class RowMath:
                         for one, weight in zip(chosen.values(), weights, strict=True)
                         for plan_row in one.planned(weight)
                     ]
+                    + self._imitated([one for key, one in given.items() if key[0] in members])
                 )
         return make_rank_plans(
             batch.step,
@@ -141,6 +143,12 @@ class RowMath:
             token_budget=config.micro_batch_tokens,
             epoch_updates=len(updates) // config.learner.ppo_epochs,
         )
+
+    def _imitated(self, demonstrations: Sequence[_Episode]) -> list[PlanRow]:
+        """Return the rows of an update's demonstrations: their loss is a mean over their tokens."""
+        tokens = sum(one.joined.length for one in demonstrations)
+        weight = self._config.algorithm.sft_loss_coef / max(tokens, 1)
+        return [row for one in demonstrations for row in one.planned(weight)]
 
     def values(
         self, batch: Batch, kl_sums: Mapping[RowKey, float]
@@ -300,6 +308,9 @@ class RowMath:
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
             if len(values) < n:
                 out[f"rollout/reward_missing/{name}"] = 1 - len(values) / n
+        if self._config.algorithm.sft_loss_coef:
+            given = _episodes(batch, "demonstration")
+            out["rollout/demonstrations"] = len(given) / len(batch.groups)
         if greedy:
             out["rollout/baseline_reward"] = sum(shaped[key] for key in greedy) / len(greedy)
             out["rollout/baseline_tokens"] = float(sum(row.length for row in greedy.values()))
@@ -325,6 +336,7 @@ class _Episode:
                 weight,
                 prompt=row.prompt,
                 sampled=row.length,
+                given=row.role == "demonstration",
             )
             for key, row in zip(self.keys, rows, strict=True)
         ]
@@ -368,7 +380,7 @@ def durations(batch: Batch) -> dict[str, float]:
         / len(groups)
         for name, (start, end) in spent.items()
     }
-    longest = [max(row.length for row in group.episodes) for group in groups]
+    longest = [max(row.length for row in group.episodes_sampled) for group in groups]
     timed = [
         (tokens - 1, group.times["done"] - group.times["first_token"])
         for group, tokens in zip(groups, longest, strict=True)

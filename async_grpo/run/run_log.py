@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.reward_hacking import RewardWatch
+from async_grpo.observe.reward_hacking import EARNED, RewardWatch
 from async_grpo.observe.tracking.tracker import Status, Tracker
 from async_grpo.run.callbacks.base import Callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
@@ -78,7 +78,7 @@ class RunLog:
         if "train/loss" in metrics:
             self._look_for_signal(step, metrics)
         for sign in self.reward_watch.observe(metrics):
-            text = f"step {step}: {sign}: the reward may be earned without the task"
+            text = f"step {step}: {sign}: {EARNED}"
             self.note(f"warning: {text}")
             self.callbacks.tell("on_reward_alarm", text)
             if self.tracker is not None:

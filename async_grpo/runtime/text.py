@@ -6,11 +6,18 @@ Runs in: any process. Invariant: what `visible` returns can move no cursor and c
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from async_grpo.errors import RunError
 
 ERROR_CHARS = 300
+
+
+def filled(template: str, facts: Mapping[str, str]) -> str:
+    """Put facts into a template at once, so that a response cannot contain a placeholder; unknown
+    names stay as they are.
+    """
+    return re.sub(r"\{(\w+)\}", lambda found: facts.get(found[1], found[0]), template)
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:

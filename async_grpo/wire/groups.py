@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Role = Literal["train", "baseline"]
+Role = Literal["train", "baseline", "demonstration"]
+"""Of a row: a sampled response, the greedy one of ReMax, or one that is given and imitated."""
 FINISH_REASONS = (
     "stop",
     "length",
@@ -76,7 +77,8 @@ class Row:
     sampled from; versions cover [0, S) in order; rewards: raw value by component; verdict: 0/1 or
     None; prompt: which one of the group. An episode that went on from an earlier place again has
     several rows with its number, of equal facts; what they share is sampled in the first alone, and
-    context in the others. turn_rewards: one per turn, or None.
+    context in the others. turn_rewards: one per turn, or None. All tokens of a demonstration count
+    as sampled, with log-prob 0 and the version of the group's newest token.
     """
 
     response_ids: np.ndarray
@@ -219,8 +221,13 @@ class GroupMeta:
         return [joined([self.rows[place] for place in places]) for places in self.places]
 
     @property
+    def episodes_sampled(self) -> list[RowMeta]:
+        """Episodes that an engine sampled."""
+        return [episode for episode in self.episodes if episode.role != "demonstration"]
+
+    @property
     def episodes_to_train(self) -> list[RowMeta]:
-        """What filters, retirement and group statistics see: all episodes but the baseline."""
+        """What filters, retirement and group statistics see: the sampled responses."""
         return [episode for episode in self.episodes if episode.role == "train"]
 
     @property

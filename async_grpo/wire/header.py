@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from async_grpo.wire.groups import FINISH_REASONS, GroupMeta, RowMeta, WireError
+from async_grpo.wire.groups import FINISH_REASONS, GroupMeta, Role, RowMeta, WireError
 
 INTEGER, TEXT, NUMBER = frozenset({int}), frozenset({str}), frozenset({int, float})
 _KEYS = frozenset(
@@ -41,7 +41,7 @@ _KEYS = frozenset(
     }
 )
 _NUMBER_OR_NONE = NUMBER | {type(None)}
-_ROLES, _FINISH_REASONS = frozenset({"train", "baseline"}), frozenset(FINISH_REASONS)
+_ROLES, _FINISH_REASONS = frozenset(get_args(Role)), frozenset(FINISH_REASONS)
 
 
 def facts(header: dict[str, Any], *, nbytes: int) -> GroupMeta:
@@ -213,8 +213,9 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
         rewards = [
             {name: value for name, value in row.items() if value is not None} for row in rewards
         ]
-        if not all(rewards):
-            raise WireError(f"sequence {rewards.index({})} has no reward")
+        for index, (row, role) in enumerate(zip(rewards, header["roles"], strict=True)):
+            if not row and role != "demonstration":
+                raise WireError(f"sequence {index} has no reward")
     return rewards
 
 

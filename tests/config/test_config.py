@@ -537,6 +537,21 @@ algorithm.distill.teacher=big
     `algorithm.distill.teacher` has a name twice
 algorithm.distill.teacher=[]
     algorithm.distill.teacher
+algorithm.distill.teacher=policy
+    `algorithm.distill.teacher` is policy | set `algorithm.distill.teacher_prompt`
+algorithm.distill.teacher=policy algorithm.distill.teacher_prompt=hint
+    `algorithm.distill.teacher_prompt` does not contain {prompt}
+'frozen={policy: {path: a/b}}' 'algorithm.distill={teacher: policy, teacher_prompt: "{prompt}"}'
+    `frozen.policy` has the name of the policy
+'algorithm.distill.teacher_prompt="{prompt}"'
+    `algorithm.distill.teacher_prompt` is "{prompt}" | while `algorithm.distill.teacher` is null
+'frozen={big: {path: a/b}}' algorithm.sft_model=big
+    `algorithm.sft_model` is "big" | no effect while `algorithm.sft_loss_coef` is 0
+algorithm.sft_loss_coef=0.1 algorithm.sft_model=big
+    `algorithm.sft_model` is big | no model of that name; there are: none
+'frozen={big: {url: "http://h/v1", served_name: m}}' algorithm.sft_loss_coef=1 \
+algorithm.sft_model=big
+    `algorithm.sft_model` is big, which is behind an address
 'frozen={big: {path: a/b}, small: {path: a/b}}' algorithm.distill.teacher=big
     `frozen.small` is used by no setting
 'frozen={big: {path: a/b, engine: {sleep: true}}}' algorithm.distill.teacher=big
@@ -653,6 +668,9 @@ algorithm.importance.level=token algorithm.anchor=recomputed
 algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.1
 algorithm.use_kl_loss=true model.reference=a/b
 'frozen={big: {path: a/b}}' algorithm.distill.teacher=big algorithm.distill.reward_coef=0
+'algorithm.distill={teacher: policy, teacher_prompt: "{prompt} {solution}"}'
+algorithm.sft_loss_coef=0.1
+'frozen={big: {path: a/b}}' algorithm.sft_loss_coef=0.1 algorithm.sft_model=big
 model.warm_start=null model.path=a/b
 learner.tokens_per_micro_batch=1024
 cluster.device=cpu model.dtype=bfloat16 weight_sync.backend=shared_memory

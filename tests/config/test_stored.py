@@ -206,16 +206,25 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
 
 
 def test_what_a_teacher_changes_of_the_groups_that_can_be_taken_over() -> None:
-    def identity(teacher: str | list[str], top_k: int = 0, **paths: str) -> str:
+    def identity(
+        teacher: str | list[str],
+        top_k: int = 0,
+        *,
+        prompt: str | None = None,
+        sft: tuple[float, str | None] = (0.0, None),
+        **paths: str,
+    ) -> str:
         models = {"big": "a/b", "small": "c/d"} | paths
         used = [teacher] if isinstance(teacher, str) else teacher
-        distill = {"teacher": teacher, "teacher_top_k": top_k}
+        distill = {"teacher": teacher, "teacher_top_k": top_k, "teacher_prompt": prompt}
+        coef, by = sft
+        used = [name for name in {*used, by} if name in models]
         config = Config.model_validate(
             {
                 "run": {"total_steps": 1},
                 "model": {"path": "m/m"},
                 "frozen": {name: {"path": models[name]} for name in used},
-                "algorithm": {"distill": distill},
+                "algorithm": {"distill": distill, "sft_loss_coef": coef, "sft_model": by},
             }
         )
         return JournalSettings.of(config, start="x", fingerprint="data").identity
@@ -229,8 +238,15 @@ def test_what_a_teacher_changes_of_the_groups_that_can_be_taken_over() -> None:
         identity(["big", "small"]),
         identity(["small", "big"]),
         identity(["big", "small"], 4),
+        identity("big", prompt="{prompt}!"),
+        identity("big", prompt="{prompt}?"),
+        identity("policy", prompt="{prompt}!"),
+        identity("big", sft=(0.1, None)),
+        identity("big", sft=(0.1, "big")),
+        identity("big", sft=(0.1, "small")),
     ]
-    assert len({alone, *others}) == 6
+    assert len({alone, *others}) == 12
+    assert identity("big", sft=(0.2, "big")) == others[-2], "the groups are the same"
 
 
 def test_what_is_answered_for_a_whole_file_of_before_can_be_obeyed(tmp_path: Path) -> None:
@@ -298,7 +314,9 @@ def test_a_trainer_from_a_checkpoint_of_before_has_its_settings(tmp_path: Path) 
     )
     stored = read_settings(RECORDED / "ended" / "config.yaml")["algorithm"]
     distill = {"teacher": None, "coef": 1.0, "reward_coef": 1.0, "teacher_top_k": 0}
-    since = {"calculate_entropy": True, "distill": distill}
+    distill |= {"teacher_prompt": None}
+    given = {"sft_loss_coef": 0.0, "sft_model": None}
+    since = {"calculate_entropy": True, "distill": distill, **given}
     assert trainer.config.model_dump(mode="json")["algorithm"] == stored | since
 
 

@@ -9,10 +9,12 @@ import pytest
 
 from async_grpo.config.algorithm import Distill
 from async_grpo.config.schema import Config
-from async_grpo.learner.batching import RankPlan
+from async_grpo.learner.batching import PlanRow, RankPlan
+from async_grpo.rollout.frozen import demonstration
 from tests.support.families import write_family
 from tests.support.learners import (
     REWARD_COEF,
+    STEP,
     TEACHER_COEF,
     Case,
     assert_close,
@@ -21,8 +23,10 @@ from tests.support.learners import (
     make_case,
     make_config,
     open_learner,
+    picked,
     plain_model,
     reference_losses,
+    row_distribution,
     split,
     train,
     write_neighbour,
@@ -30,6 +34,7 @@ from tests.support.learners import (
 from tests.support.models import write_model
 
 VOCABULARY = 100
+CLIPS = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,87 @@ def taught(case: Case, top_k: int = 0) -> Case:
             group.planes["teacher_ids"] = np.array(ids, np.int32)
         group.planes["teacher_logprobs"] = said.astype(np.float32)
     return case
+
+
+def imitated(case: Case) -> Case:
+    """The case with a demonstration in each group, at the end of its first update."""
+    rng = np.random.default_rng(6)
+    for group_id, group in case.groups.items():
+        ids = rng.integers(3, VOCABULARY, int(rng.integers(2, 7))).tolist()
+        group.rows.append(demonstration(ids, limit=5, version=STEP - 1))
+        update = next(one for one in case.updates if any(row.group_id == group_id for row in one))
+        length = min(len(ids), 5)
+        shape = len(group.prompts[0]), length, 0.03, length
+        update.append(PlanRow(group_id, len(group.rows) - 1, *shape, given=True))
+    return case
+
+
+@pytest.mark.parametrize("parts", [1, 5, 20])
+@pytest.mark.parametrize("teaches", [False, True])
+def test_demonstrations_add_their_cross_entropy_alone(
+    models: dict[str, str], parts: int, teaches: bool
+) -> None:
+    case = imitated(make_case(models["plain"], n_updates=2))
+    config = make_config(model={"reference": models["reference"]})
+    if teaches:
+        case, config = taught(case, 4), config_of(models, 4)
+    wanted = plain_model(models["plain"])
+    history = reference_losses(wanted, plain_model(models["reference"]), case)
+    with open_learner(config, models, case) as learner:
+        found = train(learner, case, [split(range(len(rows)), parts) for rows in case.updates])
+        sums = learner._metrics.to_wire()["sums"]
+        assert_history(found, history)
+        assert_close(copy_weights(learner), dict(wanted.named_parameters()))
+    assert sums["train/sft_loss"][1] == sum(row.sampled for row, _ in demonstrations(case))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"policy_loss": "kl_cov"},
+        {"policy_loss": "m2po", "anchor": "behavior", "importance": {}, **CLIPS},
+        {
+            "policy_loss": "gspo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            **CLIPS,
+            "importance": {"level": "sequence", "normalize": True},
+        },
+        {"top_entropy_share": 0.3, "opsm_delta": 0.01},
+        {"adv_estimator": "reinforce_plus_plus", "use_kl_loss": False, "add_token_level_kl": True},
+    ],
+)
+def test_demonstrations_change_no_statistic_of_the_responses(
+    models: dict[str, str], algorithm: dict[str, Any]
+) -> None:
+    """The loss with them is the one without, and their cross-entropy."""
+    config = make_config(algorithm={"clip_schedule": "constant"} | algorithm)
+    losses = []
+    for case in (make_case(models["plain"]), imitated(make_case(models["plain"]))):
+        with open_learner(config, models, case) as learner:
+            sums = learner.prepare(case.plan([split(range(len(case.updates[0])), 3)]))
+            learner.train(case.values, 0.1)
+            assert bool(sums) == config.algorithm.add_token_level_kl
+            losses.append(learner._metrics.to_wire()["sums"])
+    model = plain_model(models["plain"])
+    entropy = -sum(
+        row.weight * picked(row_distribution(model, *tokens), tokens[1]).sum().item()
+        for row, tokens in demonstrations(case)
+    )
+    plain, both = losses
+    assert both["train/loss"][0] == pytest.approx(plain["train/loss"][0] + entropy, rel=1e-4)
+    moved = ("train/loss", "train/grad_norm", "train/padding", "train/shared_", "train/micro_")
+    for key in plain:
+        if key.startswith(("train/", "weights/")) and not key.startswith(moved):
+            assert both[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-6), key
+
+
+def demonstrations(case: Case) -> list[tuple[PlanRow, tuple[np.ndarray, np.ndarray]]]:
+    """Planned rows that are given, with their prompts and tokens."""
+    found = []
+    for row in (row for update in case.updates for row in update if row.given):
+        group = case.groups[row.group_id]
+        found.append((row, (group.prompts[0], group.rows[row.row].response_ids)))
+    return found
 
 
 @pytest.mark.parametrize(("parts", "top_k"), [(1, 0), (5, 0), (1, 4), (5, 4)])

@@ -17,7 +17,7 @@ from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.errors import StalenessError
 from async_grpo.learner.batching import PlanRow, RankPlan, RowValue
-from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
+from async_grpo.learner.rows import NGRAM, LearnerRow, decode_rows, repeats, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire.codec import GroupTicket, encode_group, pack_frames
 from tests.support.frames import frame_of, make_group
@@ -370,6 +370,32 @@ def test_rewards_of_turns_stand_at_their_ends() -> None:
     values[0, 0] = RowValue(7.0, 2.0, (1.0, 2.0))
     with pytest.raises(ValueError, match="a sequence of 3 turns has rewards of 2"):
         math.assign(rows, owned=list(rows), values=values, kl_coef=0.0)
+
+
+def test_what_responses_repeat_of_themselves_and_of_each_other() -> None:
+    """Against sets of tuples; context and demonstrations are not what a policy said."""
+    rng = np.random.default_rng(0)
+
+    def row(tokens: list[int], context: int = 0, given: bool = False) -> LearnerRow:
+        places = np.arange(context, context + len(tokens))
+        response = np.array([*[9] * context, *tokens], np.int32)
+        nothing = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
+        return LearnerRow(np.zeros(1, np.int32), response, places, *nothing, given=given)
+
+    texts = [rng.integers(0, 3, rng.integers(1, 60)).tolist() for _ in range(20)]
+    rows = {(index // 4, index % 4): row(text) for index, text in enumerate(texts)}
+    for group_id in (0, 2, 4):
+        rows[group_id, 9] = row([1, 2, 3], context=group_id)
+        rows[group_id, 8] = row([1, 2, 3])
+        rows[group_id + 1, 9] = row([1, 2, 3], given=True)
+    again = windows = 0
+    for text in texts:
+        found = [tuple(text[at : at + NGRAM]) for at in range(len(text) - NGRAM + 1)]
+        again, windows = again + len(found) - len(set(found)), windows + len(found)
+    assert again > 50
+    shares = {"train/repeated_tokens": (again, windows), "train/same_response": (3, 5)}
+    assert repeats(rows) == shares
+    assert repeats({}) == {name: (0, 0) for name in shares}
 
 
 def test_turns_come_with_the_rows_of_episodes() -> None:

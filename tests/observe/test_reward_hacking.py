@@ -31,6 +31,8 @@ def run(seed: int, each: Callable[[float], Line]) -> Iterator[Line]:
             "rollout/accuracy": noisy["accuracy"],
             "rollout/reward/nice": noisy["nice"],
             "rollout/response_length": line["length"] * rng.uniform(0.9, 1.1),
+            "train/repeated_tokens": noisy.get("repeated", 0.05),
+            "train/same_response": noisy.get("same", 0.1),
         }
         if step % 10 == 0:
             yield {"eval/accuracy_greedy": share(held_out, PROBLEMS), "eval/problems": PROBLEMS}
@@ -60,7 +62,12 @@ def collapses(at: float) -> Line:
     return {"score": right, "accuracy": right, "held out": right, "nice": right, "length": 50}
 
 
-@pytest.mark.parametrize("each", [healthy, flat, thinks_longer, collapses])
+def agrees(at: float) -> Line:
+    """Right answers are often the same ones: so they are to questions with two answers."""
+    return healthy(at) | {"same": 0.2 + 0.7 * at, "repeated": 0.7 * at}
+
+
+@pytest.mark.parametrize("each", [healthy, flat, thinks_longer, collapses, agrees])
 def test_healthy_runs_are_left_alone(each: Callable[[float], Line]) -> None:
     alarms = [text for seed in range(200) for text in told(run(seed, each))]
     assert len(alarms) <= 1
@@ -82,9 +89,19 @@ def falls_silent(at: float) -> Line:
     return healthy(at) | {"accuracy": 0.3, "held out": 0.3, "length": 50 - 45 * at}
 
 
+def repeats_itself(at: float) -> Line:
+    return healthy(at) | {"accuracy": 0.3, "held out": 0.3, "repeated": 0.7 * at}
+
+
+def gives_one_answer(at: float) -> Line:
+    return healthy(at) | {"accuracy": 0.3, "held out": 0.3, "same": 0.2 + 0.7 * at}
+
+
 @pytest.mark.parametrize(
     ("each", "said"),
     [
+        (repeats_itself, "of the tokens repeat what their response said before, "),
+        (gives_one_answer, "of the groups share a response, "),
         (forgets, "while held-out accuracy fell from"),
         (displeases, "rollout/reward/nice, which has weight 0, fell from"),
         (rambles, "and accuracy did not, and responses have"),
@@ -100,6 +117,11 @@ def test_a_planted_hack_is_told_once(each: Callable[[float], Line], said: str) -
 def test_lengths_alone_say_nothing_where_there_is_no_accuracy() -> None:
     lines = ({**line, "rollout/accuracy": 0.0} for line in run(0, thinks_longer))
     assert told({k: v for k, v in line.items() if k != "rollout/accuracy"} for line in lines) == []
+
+
+def test_one_answer_to_everything_is_told_where_a_judge_alone_scores() -> None:
+    lines = run(0, gives_one_answer)
+    assert len(told({k: v for k, v in one.items() if "accuracy" not in k} for one in lines)) == 1
 
 
 def test_only_components_of_weight_0_are_opinions() -> None:

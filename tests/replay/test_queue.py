@@ -29,6 +29,8 @@ from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
 from async_grpo.replay.rules import QueueSettings, check_bound, fair_share, problem_of
+from async_grpo.replay.token_ledger import token_counts
+from async_grpo.rollout.frozen import demonstration
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire.codec import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
@@ -850,6 +852,21 @@ async def test_a_group_carries_exactly_the_baselines_that_the_run_needs(
         status == "accepted"
         or f"{len(given_)} baseline rollouts instead of {int(wanted)}" in verdict.reason
     )
+
+
+async def test_a_group_has_one_demonstration_at_most_which_counts_nowhere() -> None:
+    queue = ReplayQueue(queue_settings(retire_at=0.6, problem=lambda _: 0, problems=9))
+    for count, ticket in enumerate(await take(queue, 3)):
+        group = make_group(ticket)
+        counts = token_counts(decode_meta(encode_group(group)))
+        group.rows += [demonstration([1, 2], limit=9, version=ticket.policy_version)] * count
+        meta = decode_meta(encode_group(group))
+        assert (
+            token_counts(meta) == counts and len(meta.episodes_to_train) == len(group.rows) - count
+        )
+        (verdict,) = await queue.put("a", [encode_group(group)])
+        assert verdict.status == ("invalid" if count > 1 else "accepted")
+        assert verdict.reason == ("2 demonstrations instead of one" if count > 1 else "")
 
 
 async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement() -> None:

@@ -17,7 +17,14 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.rollout.frozen import FrozenFailed, Taught, engine_config, teacher_planes
+from async_grpo.rollout.frozen import (
+    FrozenFailed,
+    Taught,
+    engine_config,
+    teacher_planes,
+    teacher_prompt,
+)
+from async_grpo.rollout.producer import GroupProducer
 from async_grpo.run.preflight.run_check import check_run
 from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import Row, VersionSpan, decode_group
@@ -88,6 +95,95 @@ def test_every_group_carries_what_the_teacher_says() -> None:
     for frame in frames:
         plane = decode_group(frame).planes["teacher_logprobs"]
         assert plane[:, 0].tolist() == [-3, -4] * 2
+
+
+def solved(actor: GroupProducer, solution: str | None, **changes: Any) -> GroupProducer:
+    train = actor.parts.task.train
+    actor.parts.task.train = lambda index: replace(train(index), solution=solution, **changes)
+    return actor
+
+
+@pytest.mark.parametrize(
+    ("solution", "ids", "ended"),
+    [
+        ("four", [0, 1, 2, 3, 99], "stop"),
+        ("twelve chars", list(range(8)), "length"),
+        (None, [], ""),
+    ],
+)
+def test_a_worked_solution_is_the_demonstration_of_its_group(
+    solution: str | None, ids: list[int], ended: str
+) -> None:
+    """Of at most `rollout.response_length` tokens, 8; the teacher is not asked about it."""
+    parts, teacher = Parts(), Teacher(top_k=2)
+    given = {"sft_loss_coef": 0.1}
+    actor = solved(actor_of(parts, teacher=teacher, algorithm=given), solution)
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    assert not parts.failed and len(parts.sent) == 2 and teacher.asked == 4
+    for group in map(decode_group, parts.sent):
+        rows = [row for row in group.rows if row.role == "demonstration"]
+        assert [row.response_ids.tolist() for row in rows] == [ids] * bool(ids)
+        assert [row.finish_reason for row in rows] == [ended] * bool(ids)
+        assert all(not row.rewards and not row.behavior_logprobs.any() for row in rows)
+        plane = group.planes["teacher_logprobs"]
+        assert plane.shape == (4 + len(ids), 3) and not plane[4:].any() and plane[:4].all()
+
+
+class Demonstrator:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+        self.asked.append((prompt, limit, seed is not None))
+        return [7, 99]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_frozen_model_gives_the_demonstration(seeded: bool) -> None:
+    parts, model = Parts(), Demonstrator()
+    given = {"sft_loss_coef": 0.1, "sft_model": "big", "distill": {}}
+    actor = actor_of(parts, teacher={"big": model}, algorithm=given, seeded=seeded)
+    asyncio.run(asyncio.wait_for(solved(actor, "four").run(), 10))
+    assert not parts.failed
+    for group in map(decode_group, parts.sent):
+        assert group.rows[-1].response_ids.tolist() == [7, 99] and len(group.rows) == 3
+    assert model.asked == [([0, 1, 2], 8, seeded)] * 2
+
+
+def test_the_policy_teaches_itself_under_another_prompt() -> None:
+    """A prompt of `rollout.prompt_length` tokens leaves no room for what a scoring engine needs."""
+    for template, seen in (("{prompt}", 3), ("{prompt}{solution}", 5)):
+        parts = Parts()
+        own = {"distill": {"teacher": "policy", "teacher_top_k": 2, "teacher_prompt": template}}
+        actor = solved(actor_of(parts, algorithm=own), "ab")
+        asyncio.run(asyncio.wait_for(actor.run(), 10))
+        if seen < 4:
+            assert not parts.failed and parts.seen == [seen] * 4
+            for group in map(decode_group, parts.sent):
+                assert (group.planes["teacher_logprobs"] == -seen).all()
+        else:
+            said = (
+                "frozen model policy: its prompt has 5 tokens, and rollout.prompt_length - 1 is 3"
+            )
+            assert parts.failed == {0: said, 1: said}
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (Problem("p", 1, solution="s"), "s: p {solution} s"),
+        (Problem("{solution}", {"answer": "a"}), "s: {solution} a"),
+        (Problem("p", [1, 2], solution=("turn", "by turn")), "s: p [1, 2]"),
+    ],
+)
+def test_what_a_teacher_is_told(problem: Problem, told: str) -> None:
+    template = "s: {prompt} {solution}"
+    if problem.solution == "s":
+        template, told = "s: {prompt} {solution}{x}", "s: p s{x}"
+    assert teacher_prompt(problem, template) == told
+    first = {"role": "system", "content": "{prompt}"}
+    chat = replace(problem, prompt=[first, {"role": "user", "content": problem.prompt}])
+    assert teacher_prompt(chat, template) == [first, {"role": "user", "content": told}]
 
 
 @pytest.mark.parametrize(("name", "asked"), [("code", (0, 4)), (None, (4, 0))])

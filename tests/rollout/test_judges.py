@@ -18,7 +18,8 @@ from async_grpo.config.frozen import Judge
 from async_grpo.config.schema import Config
 from async_grpo.replay.actor_reports import _speeds
 from async_grpo.rollout.frozen import FrozenFailed, Question, TextRefused
-from async_grpo.rollout.judges import Judges, filled, verdict
+from async_grpo.rollout.judges import Judges, verdict
+from async_grpo.runtime.text import filled
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.verifier import VerifierError
 from tests.support.rollout_parts import Parts, actor_of

@@ -521,6 +521,40 @@ def test_loss_weights_of_every_minibatch(mode: str, masked: bool) -> None:
             )
 
 
+def test_demonstrations_have_a_normaliser_of_their_own_and_no_value() -> None:
+    batch = batch_of(1)
+    given = {0: 5, 2: 3, 3: 8}
+    groups = [
+        replace(group, rows=(*group.rows, demonstrated(given[place]))) if place in given else group
+        for place, group in enumerate(batch.groups)
+    ]
+    settings = config(ranks=2, epochs=2, minibatch=2, sft_loss_coef=0.5)
+    mathematics = RowMath(settings, WEIGHTS)
+    plain = RowMath(config(ranks=2, epochs=2, minibatch=2), WEIGHTS)
+    plans = mathematics.plans(Batch(1, tuple(groups)))
+    for index in range(4):
+        entries = [entry for plan in plans for part in plan.updates[index] for entry in part]
+        imitated = [entry for entry in entries if entry.given]
+        total = sum(entry.sampled for entry in imitated)
+        assert {entry.weight for entry in imitated} <= {0.5 / max(total, 1)}
+        assert {entry.row for entry in imitated} <= {3}
+        without = [
+            row for plan in plain.plans(batch) for part in plan.updates[index] for row in part
+        ]
+        assert {(row.key, row.weight) for row in entries if not row.given} == {
+            (row.key, row.weight) for row in without
+        }
+    values, metrics = mathematics.values(Batch(1, tuple(groups)), {})
+    assert (values, metrics.pop("rollout/demonstrations")) == (plain.values(batch, {})[0], 3 / 4)
+    assert metrics == plain.values(batch, {})[1]
+    ignored = plain.plans(Batch(1, tuple(groups)))
+    assert not any(row.given for plan in ignored for row in plan.rows.values())
+
+
+def demonstrated(length: int) -> RowMeta:
+    return RowMeta("demonstration", length, {}, None, "stop", ((0, length),))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_row_is_owned_by_one_rank_over_epochs_of_minibatches(ranks: int) -> None:
     """Minibatches of another epoch have other normalisers, so a row has another weight there."""
@@ -731,7 +765,7 @@ def test_the_speed_of_a_response_is_that_of_groups_long_enough_to_tell(
     groups = [
         SimpleNamespace(
             times={"queued": 0.0, "first_token": 1.0, "done": done, "scored": done + 0.5},
-            episodes=[SimpleNamespace(length=length), SimpleNamespace(length=1)],
+            episodes_sampled=[SimpleNamespace(length=length), SimpleNamespace(length=1)],
         )
         for length, done in zip(lengths, (1.001, 3.0), strict=True)
     ]

@@ -250,6 +250,9 @@ def _row_loss(
     model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor
 ) -> torch.Tensor:
     prompt, response = _tokens(case, row)
+    if row.given:
+        distribution = row_distribution(model, prompt, response)
+        return -row.weight * picked(distribution, response).sum()
     group = case.groups[row.group_id]
     one, reward = group.rows[row.row], case.values[row.key].value
     before = sum(len(other.behavior_logprobs) for other in group.rows[: row.row])

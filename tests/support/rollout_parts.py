@@ -20,7 +20,9 @@ from async_grpo.wire.codec import Buffer, GroupMeta, GroupTicket, decode_meta
 
 
 class Tokenizer:
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    eos_token_id = 99
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(range(len(text)))}
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool) -> str:
@@ -66,6 +68,9 @@ class Parts:
         self.failed: dict[int, str] = {}
         self.asked: list[tuple[list[int], Sampling]] = []
         self.scored: list[int] = []
+        self.seen: list[int] = []
+        """Lengths of the prompts whose responses the engine scored."""
+        self.sent: list[Buffer] = []
         self.running = self.most_running = self.cancelled = 0
         self.reports: list[ActorReport] = []
         self.wasted: dict[int, int] = {}
@@ -100,6 +105,16 @@ class Parts:
     def unfinished(self) -> int:
         return self.per_group * self.running
 
+    async def top_logprobs(
+        self, sequences: list[tuple[list[int], list[int]]], top_k: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        self.seen += [len(prompt) for prompt, _ in sequences]
+        found = []
+        for prompt, response in sequences:
+            values = np.full((len(response), 1 + top_k), -len(prompt), np.float32)
+            found.append((values, np.zeros((len(response), top_k), np.int32)))
+        return found
+
     async def check(self) -> None:
         if self.dead:
             raise EngineError("the engine is not healthy")
@@ -124,6 +139,7 @@ class Parts:
         return None if len(self.frames) + len(self.failed) == 2 else given
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
+        self.sent += frames
         self.frames += [decode_meta(frame) for frame in frames]
         return [
             Verdict(meta.group_id, meta.attempt, "accepted") for meta in self.frames[-len(frames) :]
@@ -147,6 +163,7 @@ def actor_of(
     seeded: bool = False,
     teacher: Any = None,
     judge: Any = None,
+    algorithm: dict[str, Any] | None = None,
 ) -> GroupProducer:
     teachers = teacher if isinstance(teacher, dict) else {"teacher": teacher}
     named = [*teachers] if isinstance(teacher, dict) else "teacher"
@@ -155,7 +172,7 @@ def actor_of(
     models = {**teachers, "judge": judge}
     config = Config.model_validate(
         {
-            "algorithm": {"adv_estimator": adv_estimator, **distilled},
+            "algorithm": {"adv_estimator": adv_estimator, **distilled, **(algorithm or {})},
             "frozen": {name: {"path": "t"} for name, one in models.items() if one is not None},
             "run": {"total_steps": 2},
             "model": {"path": "m"},

@@ -16,6 +16,7 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.batching import RankPlan, RowKey
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, UpdateFacts
+from async_grpo.rollout.frozen import demonstration
 from async_grpo.run.planning import RowMath
 from async_grpo.wire.codec import (
     Batch,
@@ -61,7 +62,9 @@ def steps(config: Config) -> list[Any]:
         values, _ = rows.values(batch, sums)
         seen.append(coef if config.algorithm.add_token_level_kl else None)
         for plan, part in zip(plans, mine, strict=True):
-            trained = {key: part[key] for key, row in plan.rows.items() if row.weight}
+            trained = {
+                key: part[key] for key, row in plan.rows.items() if row.weight and not row.given
+            }
             math.assign(trained, owned=plan.owned, values=values, kl_coef=coef)
             seen += [_update(math, step, update, part) for update in plan.updates]
     return seen
@@ -89,6 +92,8 @@ def _group(config: Config, step: int, group_id: int) -> Group:
                 role="train" if index < 4 else "baseline",
             )
         )
+    if config.algorithm.sft_loss_coef:
+        rows.append(demonstration(range(4), limit=8, version=step - 2))
     times = {"queued": 0.0, "first_token": 1.0, "done": 2.0, "scored": 3.0}
     group = Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
     if config.algorithm.distill.teacher is not None:
@@ -268,6 +273,7 @@ WIRES = [
     Wire("algorithm.distill.coef", 0.3, steps, TAUGHT),
     Wire("algorithm.distill.reward_coef", 0.0, steps, TAUGHT),
     Wire("algorithm.distill.teacher_top_k", 2, steps, TAUGHT),
+    Wire("algorithm.sft_loss_coef", 0.3, steps),
     Wire("algorithm.calculate_entropy", False, with_entropy),
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),

@@ -59,6 +59,14 @@ class Parts:
         one = Completion(ids, logprobs, [(LABEL, 0, LONG)], "stop", 0.0)
         return [one] * sampling.n
 
+    async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:
+        self.seen.append(sequences)
+        nothing = np.empty((LONG, 0), np.int32)
+        return [(np.full((LONG, 1), -1.0, np.float32), nothing)] * len(sequences)
+
+    async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+        return [5] * limit
+
     async def check(self) -> None: ...
 
     async def start(self) -> None: ...
@@ -122,7 +130,13 @@ async def _acted(config: Config) -> list[Any]:
             stack.enter_context(mock.patch.object(target, name, fake))
         waits = stack.enter_context(recorded_waits())
         actor = GroupProducer(
-            config, actor_id="a", queue=parts, model_dir=tiny_model(), device="cpu", cores=()
+            config,
+            actor_id="a",
+            queue=parts,
+            model_dir=tiny_model(),
+            device="cpu",
+            cores=(),
+            frozen={"big": parts},
         )
         await actor.start(backend="shared_memory", label=LABEL)
         try:
@@ -256,6 +270,14 @@ def beside_a_learner(config: Config) -> dict[str, Any]:
     )
 
 
+TAUGHT = {
+    "frozen": {"big": {"path": "t/t"}},
+    "algorithm.distill.teacher": "big",
+    "rollout.prompt_length": 32,
+}
+IMITATES = {"algorithm.sft_loss_coef": 0.1}
+ZERO = {"task.verifier.on_error": "zero"}
+
 WIRES = [
     Wire("seed", 5, acted),
     Wire("model.trust_remote_code", True, acted),
@@ -271,6 +293,8 @@ WIRES = [
     Wire("rollout.group_timeout_s", 77.0, acted),
     Wire("wire.max_frame_bytes", 2**16, acted, {"task.verifier.on_error": "zero"}),
     Wire("algorithm.adv_estimator", "remax", acted),
+    Wire("algorithm.distill.teacher_prompt", "{prompt}+", acted, TAUGHT | ZERO),
+    Wire("algorithm.sft_model", "big", acted, TAUGHT | IMITATES | ZERO),
     Wire("task.name", "tests.support.mixed_task:Mixed", verified),
     Wire("task.options", {"max_digits": 1}, acted),
     Wire("task.verifier.on_error", "zero", acted),

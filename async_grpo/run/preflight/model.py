@@ -22,7 +22,7 @@ from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine.base import stop_tokens
-from async_grpo.rollout.frozen import engine_config
+from async_grpo.rollout.frozen import engine_config, teacher_prompt
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -161,6 +161,9 @@ def check_fit(
             "are plain text: the template is applied to lists of messages only"
         )
     yield from _check_answers(config, list(sample.values()), tokenizer)
+    if not of_evaluation:
+        plays = isinstance(with_tools(task, config.environment.tools), HasEnvironment)
+        _check_given(config, sample, tokenizer, plays=plays)
     _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
@@ -188,7 +191,7 @@ def _check_frozen(run: Config, name: str, policy: str, tokenizer: Any) -> None:
         architecture = _architecture(model, scores="reward_model" in kinds)
         other = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     mine, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if name in run.algorithm.distill.teachers and mine != theirs:
+    if name in (*run.algorithm.distill.teachers, run.algorithm.sft_model) and mine != theirs:
         differ = len(mine.items() ^ theirs.items())
         raise SetupError(
             f"{model} has another vocabulary than {policy} ({counted(differ, 'token')} of one "
@@ -516,6 +519,36 @@ def _check_answers(config: Config, sample: list[Problem], tokenizer: Any) -> Ite
             f"note: {cut} of {known} sampled solutions have more than `rollout.response_length` "
             f"{limit} tokens with their end"
         )
+
+
+def _check_given(
+    config: Config, sample: dict[str, Problem], tokenizer: Any, *, plays: bool
+) -> None:
+    """Check what problems must have for demonstrations, and for a teacher that is told more."""
+    algorithm, limit = config.algorithm, config.rollout.prompt_length
+    template = algorithm.distill.teacher_prompt
+    for key, used in (
+        ("sft_loss_coef", bool(algorithm.sft_loss_coef)),
+        ("distill.teacher_prompt", template is not None),
+    ):
+        if used and plays:
+            raise SetupError(
+                f"`algorithm.{key}` needs plain prompts, and task {config.task.name} has episodes"
+            )
+    solved = any(isinstance(problem.solution, str) for problem in sample.values())
+    if algorithm.sft_loss_coef and algorithm.sft_model is None and not solved:
+        raise SetupError(
+            f"no sampled problem of task {config.task.name} has a `solution`, which "
+            "`algorithm.sft_loss_coef` imitates: add it to the rows, or set `algorithm.sft_model`"
+        )
+    for place, problem in sample.items() if template is not None else ():
+        length = len(prompt_ids(tokenizer, teacher_prompt(problem, str(template))))
+        if length >= limit:
+            raise SetupError(
+                f"the teacher's prompt of {place} has {length} tokens "
+                f"(`algorithm.distill.teacher_prompt`): `rollout.prompt_length`, {limit}, must be "
+                f"more"
+            )
 
 
 def _check_trained(config: Config, model: str | None) -> None:

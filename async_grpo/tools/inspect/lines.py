@@ -319,9 +319,9 @@ def _row_line(row: Row) -> str:
     if len(row.versions) > 1:
         parts = [f"v{span.policy_version} [{span.start}, {span.end})" for span in row.versions]
         spans = ", ".join(parts)
-    judged = "" if row.verdict is None else f", judged {'correct' if row.verdict else 'wrong'}"
-    baseline = "baseline, " if row.role == "baseline" else ""
-    return (
-        f"{baseline}{rewards}{judged}, {len(row.behavior_logprobs)} tokens by {spans}, "
-        f"{on_one_line(row.finish_reason)}"
-    )
+    parts = [rewards] if row.role == "train" else [row.role, *[rewards] * bool(rewards)]
+    if row.verdict is not None:
+        parts.append(f"judged {'correct' if row.verdict else 'wrong'}")
+    by = "" if row.role == "demonstration" else f" by {spans}"
+    parts += [f"{len(row.behavior_logprobs)} tokens{by}", on_one_line(row.finish_reason)]
+    return ", ".join(parts)

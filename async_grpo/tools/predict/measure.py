@@ -28,6 +28,8 @@ STEP = (
     "weights/engine_paused_s",
     "rollout/environment_s",
     "rollout/verifier_s",
+    "rollout/teacher_s",
+    "rollout/judge_s",
     "replay/staleness_mean",
 )
 """Metrics whose mean over steps is taken."""
@@ -115,6 +117,7 @@ class Meter:
             pause_s=means["weights/engine_paused_s"],
             again_s=again["s"] / again["tokens"] if again.get("tokens") else 0.0,
             verify_s=means["rollout/verifier_s"],
+            delay_s=means["rollout/teacher_s"] + means["rollout/judge_s"],
             waits=self._waits(sizes, means["rollout/environment_s"]),
             contention=self._contention,
             crowd=self._crowd,

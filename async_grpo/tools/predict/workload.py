@@ -50,7 +50,7 @@ class Costs:
     verify_s: float = 0.0
     """Of a verifier for a response."""
     delay_s: float = 0.0
-    """What a group takes besides generation, verifiers and environments: calls, polling."""
+    """What a group takes besides generation, verifiers and environments: frozen models, calls."""
     contention: float = 1.0
     """How much longer learner steps take while engines generate."""
 
@@ -140,7 +140,7 @@ class Workload(ThroughputSettings, Costs):
         each = self.speed.each(running) / crowd
         response_s = self.group_tokens / self.responses / each
         step_s = learner_s / self.rank_factor + self.exposed_s / self.every_steps
-        longest = [max(of) / each for of in self.lengths]
+        longest = [max(of) / each + self.delay_s for of in self.lengths]
         if self.waits:
             longest = list(map(sum, zip(longest, self.waits, strict=True)))
         batches = range(0, len(longest), max(self.batch, 1))

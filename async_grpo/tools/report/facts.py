@@ -14,6 +14,7 @@ from typing import Any
 
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.observe.console.status_file import condition
+from async_grpo.observe.reward_hacking import EARNED
 from async_grpo.runtime.text import duration
 from async_grpo.tools.report.data import RunData
 from async_grpo.tools.report.plots import tokens_by_fate
@@ -96,6 +97,13 @@ def bottleneck(data: RunData) -> str:
     """Say what limits the run, as a sentence; empty where nothing is known."""
     text = str((data.status.get("bottleneck") or {}).get("text", ""))
     return f"What limits it: {text.removesuffix('.')}." if text else ""
+
+
+def alarms(data: RunData) -> str:
+    """Repeat the warnings that the reward may be earned without the task."""
+    notes = [str(event.get("text", "")) for event in data.events if event["kind"] == "note"]
+    told = [text.removeprefix("warning: ") for text in notes if text.endswith(EARNED)]
+    return "".join(f"{text[0].upper()}{text[1:]}. " for text in dict.fromkeys(told)).rstrip()
 
 
 def swings(data: RunData) -> str:

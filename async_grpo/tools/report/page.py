@@ -15,6 +15,7 @@ from async_grpo.runtime.text import visible, without_password
 from async_grpo.tools.report.data import RunData
 from async_grpo.tools.report.facts import (
     NO_SAMPLES,
+    alarms,
     bottleneck,
     origin,
     restarts,
@@ -114,7 +115,7 @@ def _header(data: RunData, title: object) -> str:
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
         for label, value in shown
     )
-    sentences = filter(None, (bottleneck(data), swings(data)))
+    sentences = filter(None, (alarms(data), bottleneck(data), swings(data)))
     said = "".join(f'<p class="lead">{_text(text)}</p>' for text in sentences)
     return (
         f"<h1>{_text(title)}</h1><p>{_text(origin(data))}</p>"

@@ -4,6 +4,7 @@ those that fit pass.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from async_grpo.errors import SetupError
 from async_grpo.run.preflight import model as preflight
 from async_grpo.run.preflight.model import SAMPLE, SOME_ROWS, _check_weights, check_fit, rate_notes
 from async_grpo.run.trainer import Trainer
+from async_grpo.tasks.arithmetic import Arithmetic
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
 from tests.support.judge_models import write_judge, write_reward_model
@@ -655,6 +657,36 @@ def test_a_teacher_reads_the_tokens_of_the_policy(good: Path, tmp_path: Path) ->
     said = rf"frozen.big: {teacher} has another vocabulary than {good} \(4 tokens of one"
     with pytest.raises(SetupError, match=said):
         taught(good, teacher)
+
+
+def given(model: Path, task: str = "arithmetic", **algorithm: Any) -> list[str]:
+    values = {
+        "run": {"total_steps": 1},
+        "model": {"path": str(model)},
+        "rollout": {"prompt_length": 13, "response_length": 12, "seeded": "off"},
+        "task": {"name": task},
+        "algorithm": algorithm,
+    }
+    wanted = Config.model_validate(values)
+    return list(check_fit(wanted, str(model), load_task(wanted.task, 0)))
+
+
+def test_what_demonstrations_and_a_teacher_that_is_told_more_need(good: Path) -> None:
+    told = {"distill": {"teacher": "policy", "teacher_prompt": "{prompt}{solution}"}}
+    assert given(good, sft_loss_coef=0.1) == given(good, **told) == []
+    long = {"distill": {"teacher": "policy", "teacher_prompt": "12345{prompt}{solution}"}}
+    with pytest.raises(SetupError, match=r"`rollout.prompt_length`, 13, must be more"):
+        given(good, **long)
+    for algorithm, key in (({"sft_loss_coef": 0.1}, "sft_loss_coef"), (told, "teacher_prompt")):
+        with pytest.raises(SetupError, match=rf"{key}` needs plain prompts, and .* has episodes"):
+            given(good, "tests.support.environments:TaskOfTold", **algorithm)
+    with pytest.raises(SetupError, match=r"no sampled problem of task .* has a `solution`"):
+        given(good, f"{__name__}:Unsolved", sft_loss_coef=0.1)
+
+
+class Unsolved(Arithmetic):
+    def train(self, index: int) -> Problem:
+        return dataclasses.replace(super().train(index), solution=None)
 
 
 def test_a_teacher_has_room_for_the_longest_row_and_one_token(good: Path, tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ import pytest
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import read_timeline
+from async_grpo.observe.reward_hacking import EARNED
 from async_grpo.replay.resume import open_queue
 from async_grpo.run.ending import end
 from async_grpo.run.trainer import Trainer
 from async_grpo.tools.report.data import ROWS, read_run
 from async_grpo.tools.report.facts import (
+    alarms,
     bottleneck,
     origin,
     restarts,
@@ -132,6 +134,8 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     console.logged(steps, steps, row(steps, start))
     console.published(50, 0.2)
     console.bottleneck(kind="engines", text="the engines limit")
+    for _ in range(2):
+        console.info(f"warning: step 2: the score rose: {EARNED}")
     console.end(0, "")
     return directory
 
@@ -242,6 +246,7 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
     lead, kind, shown = tiles(data)
     assert kind == "good" and "exit code 0" in lead
     assert bottleneck(data) == "What limits it: the engines limit."
+    assert alarms(data) == f"Step 2: the score rose: {EARNED}."
     began = next(event for event in data.events if event["kind"] == "start")
     assert origin(data).endswith(f"host {began['host']} · task {EVIL[:25]}")
     assert ("learner steps", "60 of 60") in shown and (
