@@ -394,7 +394,7 @@ class GroupProducer(EngineHost):
     ) -> dict[str, np.ndarray]:
         """Return what the teacher of that name says of the tokens."""
         work.asks = f"teacher {name}"
-        self._enter(work, "verifying")
+        self._enter(work, "generating" if name == LIVE else "verifying")  # its engine is at work
         distill = self._config.algorithm.distill
         if distill.teacher_prompt is not None:
             seen = prompt_ids(self.parts.tokenizer, teacher_prompt(problem, distill.teacher_prompt))

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_grpo.wire.codec import Group
+from async_grpo.wire.codec import Group, Row
 
 
 def said(teacher: Any, group: Group) -> torch.Tensor:
-    """Log-probs [S, V] of the teacher in the place of the S sampled tokens of all rows."""
+    """Log-probs [S, V] of the teacher in the place of the S sampled tokens of all responses."""
     found = []
-    for row in group.rows:
+    for row in responses(group):
         prompt = group.prompts[row.prompt]
         tokens = torch.tensor(np.concatenate([prompt, row.response_ids])).long()[None]
         with torch.no_grad():
@@ -22,13 +22,19 @@ def said(teacher: Any, group: Group) -> torch.Tensor:
     return torch.cat(found)
 
 
+def responses(group: Group) -> list[Row]:
+    return [row for row in group.rows if row.role != "demonstration"]
+
+
 def agrees(teacher: Any, group: Group) -> None:
     """Raise AssertionError unless the group has what the teacher says of every sampled token, and
     of the most probable ones in its place.
     """
     plane, ids = group.planes["teacher_logprobs"], group.planes.get("teacher_ids")
-    sampled = np.concatenate([row.response_ids[row.sampled] for row in group.rows])
+    sampled = np.concatenate([row.response_ids[row.sampled] for row in responses(group)])
     logprobs = said(teacher, group)
+    assert not plane[len(sampled) :].any(), "of demonstrations it says nothing"
+    plane, ids = plane[: len(sampled)], None if ids is None else ids[: len(sampled)]
     own = logprobs.gather(-1, torch.tensor(sampled).long()[:, None])
     np.testing.assert_allclose(plane[:, :1], own, atol=1e-4)
     if ids is None:

@@ -16,6 +16,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
+from async_grpo.rollout.engine.base import stop_tokens
 from async_grpo.run.trainer import Trainer
 from async_grpo.wire.codec import Group, decode_group
 from tests.support.learners import plain_model
@@ -63,12 +64,14 @@ def trained_groups(directory: Path) -> list[Group]:
 
 
 def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "algorithm.distill.teacher_top_k=4")
+    imitates = ["algorithm.sft_loss_coef=0.1", "algorithm.sft_model=teacher"]
+    config = config_of(tmp_path, "algorithm.distill.teacher_top_k=4", *imitates)
     log = tmp_path / "log.txt"
     with open(log, "w") as out, Trainer(config, console=Console(out)) as trainer:
         for result in trainer.steps():
             assert np.isfinite(result["train/teacher_kl"])
-            assert result["train/teacher_top_k_kl"] > 0
+            assert result["train/teacher_top_k_kl"] > 0 and result["train/sft_loss"] > 0
+            assert result["rollout/demonstrations"] == 1
             if result["training_iteration"] == 2:
                 kill_teacher(trainer)
         assert trainer.steps_done == STEPS and result["rollout/teacher_s"] > 0
@@ -79,6 +82,10 @@ def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_pa
     for group in groups:
         assert group.planes["teacher_ids"].shape[1] == 4
         agrees(teacher, group)
+        [given] = [row for row in group.rows if row.role == "demonstration"]
+        tokens, limit = given.response_ids, config.rollout.response_length
+        ended = int(tokens[-1]) in stop_tokens(str(config.model.path), None)
+        assert len(tokens) == limit or ended
 
 
 @pytest.mark.slow
