@@ -66,7 +66,7 @@ LIBRARIES = {
     "algo.rewards": "",
     "replay": "msgpack numpy",
     "tools.inspect": "rich tokenizers transformers",
-    "tasks": "datasets math_verify reasoning_gym pydantic msgpack numpy",
+    "tasks": "datasets fsspec math_verify reasoning_gym pyarrow pydantic msgpack numpy",
     "environments": "pydantic",
     "environments.tools": "pydantic transformers",  # schemas
     "learner.batching": "",

@@ -250,11 +250,20 @@ class TaskConfig(Section):
     `package.module:Class`.
     """
     train: str | None = None
-    """Local JSONL file, or Hugging Face data set as `name`, `name:config`, `name:config:split`."""
+    """Rows: a file of JSON lines, JSON, CSV, parquet or Arrow, also in gzip or zstd; a directory or
+    pattern of these, also at an address (`s3://...`); a directory of `save_to_disk`; or a Hugging
+    Face data set as `name`, `name:config`, `name:config:split`, also `name@revision`.
+    """
     eval: Annotated[
         str | None, warn("what held-out accuracy means: it cannot be compared with that before")
     ] = None
     """Held-out data, same forms as `train`."""
+    layout: Literal["verl", "trl", "roll"] | None = None
+    """Rows are in the layout of this system, for the task `jsonl`."""
+    columns: dict[str, str] = Field({})
+    """Where a row has what the task wants: its key by the task's, as `{answer: final}`; a dot goes
+    into a mapping. Text as `messages` is what the user asks.
+    """
     options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
     env_vars: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]], FREE] = Field([])

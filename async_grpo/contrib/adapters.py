@@ -20,7 +20,8 @@ from async_grpo.config import schema
 from async_grpo.config.section import Positive, Section
 from async_grpo.environments.base import Action, Observation
 from async_grpo.tasks.base import Problem, Prompt, Score, parse_options, refuse_rows
-from async_grpo.tasks.data import BadRow, RowTask, text_of
+from async_grpo.tasks.data import RowTask, text_of
+from async_grpo.tasks.sources import BadRow
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 """What a terminal would show in another colour; a policy reads it in brackets."""

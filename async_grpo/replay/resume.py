@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 _TAIL_BYTES = 2**20
-_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars"}
+_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars", "layout", "columns"}
 """Keys of the task on which a completed group does not depend, or that are digested apart."""
 
 

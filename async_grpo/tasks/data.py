@@ -1,130 +1,75 @@
-"""Rows from a local JSONL file or a Hugging Face data set, and tasks made of rows.
+"""Tasks made of rows (`sources`), in whatever columns these have what a task wants.
 
-Runs in: the driver and the rollout actors. Hides where rows come from and what is wrong with some
-of them. Invariants: a malformed row is skipped and counted only up to `task.max_bad_fraction`,
-above that it is an error that names the rows; a held-out problem whose prompt also occurs in
-training is left out.
+Runs in: the driver and the rollout actors. Hides what is wrong with some rows. Invariants: a
+malformed row is skipped and counted only up to `task.max_bad_fraction`, above that it is an error
+that names the rows; a held-out problem whose prompt also occurs in training is left out.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgpack
 
 from async_grpo.config import schema
-from async_grpo.runtime.text import first_line, listed
-from async_grpo.tasks.base import Problem, RowsRefused, Score, TaskError
+from async_grpo.runtime.text import listed
+from async_grpo.tasks.base import Problem, Prompt, RowsRefused, Score, TaskError
+from async_grpo.tasks.sources import BadRow, read_rows
 
 _SHOWN = 4
+LAYOUTS: dict[str, dict[str, str]] = {
+    "verl": {"messages": "prompt", "answer": "reward_model.ground_truth"},
+    "roll": {"messages": "messages", "answer": "ground_truth"},
+    "trl": {"answer": "solution"},
+}
+"""Where other systems have the keys of the task `jsonl`, where they differ."""
 
 
-class BadRow(ValueError):
-    """One row cannot become a problem; the message says what is wrong with it."""
-
-
-def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """(place, row) of every row of `source`; a line that is not a JSON object comes as BadRow.
-
-    `source`: a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data
-    set, by default its `split`. Raises TaskError if it cannot be read.
+def arranged(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the row with values under our keys too. columns: by our key, theirs, where a dot goes
+    into a mapping. Text under `messages` is a list of them as JSON, or what the user asks. Raises
+    BadRow for a row without such a key.
     """
-    _refuse_format(Path(source).expanduser())
-    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
-        return _read_jsonl(Path(source).expanduser())
-    return _read_dataset(source, split)
+    found = dict(row)
+    for ours, theirs in columns.items():
+        value: Any = row
+        for name in [theirs] if theirs in row else theirs.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                raise BadRow(f"no key {theirs!r} (task.columns.{ours}){_keys(row)}")
+            value = value[name]
+        found[ours] = _messages(value) if ours == "messages" else value
+    return found
 
 
-def _refuse_format(path: Path) -> None:
-    """Raise TaskError for a local file or directory in another format, with what converts it."""
-    kind = path.suffix.lstrip(".").lower()
-    if path.is_dir() and (path / "dataset_info.json").is_file():
-        kind, loads = "datasets' save_to_disk", f"datasets.load_from_disk({str(path)!r})"
-    elif path.is_file() and kind in ("parquet", "csv"):
-        loads = f"datasets.Dataset.from_{kind}({str(path)!r})"
-    elif path.is_file() and (kind == "gz" or _is_array(path)):
-        kind = "gzip" if kind == "gz" else "JSON array"
-        loads = f"datasets.Dataset.from_json({str(path)!r})"
-    else:
-        return
-    target = path.name.partition(".")[0] + ".jsonl"
-    raise RowsRefused(
-        f"{path} is in the format {kind}, and rows are read from JSONL: convert it with "
-        f'python -c "import datasets; {loads}.to_json({target!r})"'
-    )
-
-
-def _is_array(path: Path) -> bool:
-    with path.open("rb") as file:
-        return re.match(rb"\s*\[\s*\{", file.read(256)) is not None
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    if not path.is_file():
-        raise TaskError(
-            f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval"
-        )
+def _messages(value: Any) -> Any:
+    """Return chat messages: they may be JSON in a text, and other text is what a user asks."""
+    if not isinstance(value, str):
+        return value
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"line {number}", _parsed(line)
-    except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror}") from error
+        read = json.loads(value) if value.lstrip().startswith("[{") else None
+    except ValueError:
+        read = None
+    return [{"role": "user", "content": value}] if read is None else read
 
 
-def _parsed(line: bytes) -> dict[str, Any] | BadRow:
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        return BadRow("nested too deeply")
-    except UnicodeDecodeError:
-        return BadRow("not UTF-8 text")
-    except ValueError as error:
-        return BadRow(
-            f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})"
-        )
-    if isinstance(row, dict):
-        return row
-    return BadRow("not a JSON object, one of which stands on every line of such a file")
-
-
-@contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Silence the hub client's reports of retries inside the block; its final error says it all."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    from datasets import load_dataset
-
-    name, _, rest = source.partition(":")
-    config, _, named_split = rest.partition(":")
-    try:
-        with quiet_hub():
-            dataset = load_dataset(name, config or None, split=named_split or split)
-    # the package's own errors, its file formats' and the hub client's have no ancestor in common
-    except Exception as error:
-        what = f"data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}"
-        raise TaskError(f"could not load {what}: {first_line(error)}") from error
-    for number, row in enumerate(dataset):
-        yield f"row {number}", row
+def chat_or_text(row: dict[str, Any]) -> Prompt:
+    """Return what a row asks: chat messages, or text. Raises BadRow."""
+    messages = row.get("messages", row.get("prompt"))  # a list in `prompt` is TRL's form
+    if "messages" not in row and not isinstance(messages, list):
+        return text_of(row, "prompt")
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("'messages' must be a non-empty list")
+    for message in messages:
+        texts = isinstance(message, dict) and all(type(value) is str for value in message.values())
+        if not texts or set(message) != {"role", "content"}:
+            raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
+    return messages
 
 
 class RowTask(ABC):
@@ -177,7 +122,7 @@ class RowTask(ABC):
     def _train(self) -> list[Problem]:
         if self._settings.train is None:
             raise TaskError(
-                f"task {self._settings.name} needs task.train: a JSONL file or the name of "
+                f"task {self._settings.name} needs task.train: files with rows, or the name of "
                 "a Hugging Face data set"
             )
         return self._load(self._settings.train, "train")
@@ -211,10 +156,12 @@ class RowTask(ABC):
     def _load(self, source: str, split: str) -> list[Problem]:
         problems: list[Problem] = []
         bad: dict[str, list[str]] = {}
+        columns = LAYOUTS.get(self._settings.layout or "", {}) | self._settings.columns
         for place, row in read_rows(source, split=split):
             try:
                 if isinstance(row, BadRow):
                     raise row
+                row = arranged(row, columns)
                 problem, teacher = self.problem(row), row.get("teacher")
                 if teacher is not None and problem.teacher is None:
                     problem = replace(problem, teacher=str(teacher))
@@ -251,11 +198,14 @@ def _examples(bad: dict[str, list[str]]) -> str:
 def text_of(row: dict[str, Any], key: str) -> str:
     """Return the non-empty text under `key`. Raises BadRow."""
     if key not in row:
-        keys = f" (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else ""
-        raise BadRow(f"no key {key!r}{keys}")
+        raise BadRow(f"no key {key!r}{_keys(row)}")
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"{key!r} must be non-empty text, got {row[key]!r:.40}")
     return row[key]
+
+
+def _keys(row: dict[str, Any]) -> str:
+    return f" (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else ""
 
 
 def _prompt_key(problem: Problem) -> bytes:

@@ -15,7 +15,8 @@ from async_grpo.config import schema
 from async_grpo.tasks import answers
 from async_grpo.tasks.base import Problem, Score, parse_options
 from async_grpo.tasks.chat import TAGS, PromptOptions
-from async_grpo.tasks.data import BadRow, RowTask, text_of
+from async_grpo.tasks.data import RowTask, text_of
+from async_grpo.tasks.sources import BadRow
 
 _TAGS_IN_ORDER = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 

@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 from async_grpo.config import schema
 from async_grpo.config.section import Section
-from async_grpo.tasks.base import Problem, Prompt, Score, is_judged, parse_options
-from async_grpo.tasks.data import BadRow, RowTask, text_of
+from async_grpo.tasks.base import Problem, Score, is_judged, parse_options
+from async_grpo.tasks.data import RowTask, chat_or_text, text_of
+from async_grpo.tasks.sources import BadRow
 
-VERL = (
-    "a row in verl's form; rows here have 'messages' and 'answer': convert each with "
-    '{"messages": row["prompt"], "answer": row["reward_model"]["ground_truth"]}'
-)
+VERL = "a row in verl's layout: set task.layout=verl"
 
 
 class JsonlOptions(Section):
@@ -43,7 +41,7 @@ class Jsonl(RowTask):
         if "answer" not in row and isinstance(row.get("reward_model"), dict):
             raise BadRow(VERL)
         if self._judged and row.get("answer") is None:
-            return Problem(_prompt(row), None)
+            return Problem(chat_or_text(row), None)
         answer, partial = _answer(row), row.get("rewards") or {}
         if not isinstance(partial, dict) or not all(
             isinstance(value, int | float) and math.isfinite(value) for value in partial.values()
@@ -61,7 +59,7 @@ class Jsonl(RowTask):
         if row.get("solution") is not None:
             solution = text_of(row, "solution")
         rewards = {key: float(value) for key, value in partial.items()}
-        return Problem(_prompt(row), {"answer": answer, "rewards": rewards}, solution)
+        return Problem(chat_or_text(row), {"answer": answer, "rewards": rewards}, solution)
 
     def score(self, response: str, reference: Any) -> Score:
         """Compare the stripped response with the answers of the row."""
@@ -86,16 +84,3 @@ def _answer(row: dict[str, Any]) -> str:
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         return str(answer)
     return text_of(row, "answer")
-
-
-def _prompt(row: dict[str, Any]) -> Prompt:
-    messages = row.get("messages", row.get("prompt"))  # a list in `prompt` is TRL's form
-    if "messages" not in row and not isinstance(messages, list):
-        return text_of(row, "prompt")
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("'messages' must be a non-empty list")
-    for message in messages:
-        texts = isinstance(message, dict) and all(type(value) is str for value in message.values())
-        if not texts or set(message) != {"role", "content"}:
-            raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
-    return messages

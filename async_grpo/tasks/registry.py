@@ -11,11 +11,13 @@ import difflib
 import importlib
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import blake2b
 
 from async_grpo.config import schema
 from async_grpo.runtime.variables import hide
 from async_grpo.tasks.base import Task, TaskError, scores_later
+from async_grpo.tasks.verl import VerlReward, is_reward_function
 
 BUILT_IN = {
     "arithmetic": "async_grpo.tasks.arithmetic:Arithmetic",
@@ -74,6 +76,8 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
             f"module {module_name} has no class "
             f"{class_name!r}{_did_you_mean(class_name, vars(module))}"
         )
+    if is_reward_function(factory):
+        factory = partial(VerlReward, factory)
     try:
         task = factory(settings, seed)
     except TaskError:

@@ -4,7 +4,6 @@ are posed.
 
 import ast
 import dataclasses
-import gzip
 import json
 import pickle
 import re
@@ -212,7 +211,8 @@ def test_gsm8k_format(response, good):
         ("", "", False),
     ],
 )
-def test_math_equality(gsm8k, answer, reference, same):
+def test_math_equality(gsm8k, answer, reference, same, monkeypatch):
+    monkeypatch.setattr(answers, "_MATH_SECONDS", 60)  # the machine may be busy
     assert answers.equal(answer, reference) is same
 
 
@@ -329,7 +329,7 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
     )
     whole = tmp_path / "whole.json"
     whole.write_text('["p", "a"]')
-    with pytest.raises(TaskError, match="one of which stands on every line of such a file"):
+    with pytest.raises(TaskError, match="row 0, row 1: not a JSON object"):
         load_task(schema.TaskConfig(name="jsonl", train=str(whole)), 0)
 
 
@@ -354,50 +354,6 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
 def test_what_each_task_asks_of_a_row(tmp_path, name, row, says):
     with pytest.raises(TaskError, match=says):
         load_task(schema.TaskConfig(name=name, train=jsonl(tmp_path / "rows.jsonl", [row])), 0)
-
-
-def test_other_formats_are_named_with_the_line_that_converts_them(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"p{n}", "answer": "a"} for n in range(3)]
-    data = datasets.Dataset.from_list(rows)
-    data.to_parquet("rows.parquet")
-    data.to_csv("rows.csv")
-    data.save_to_disk("saved")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    Path("packed.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    Path("array.json").write_text(json.dumps(rows, indent=1))
-    formats = {
-        "rows.parquet": "parquet",
-        "rows.csv": "csv",
-        "saved": "datasets' save_to_disk",
-        "packed.jsonl.gz": "gzip",
-        "array.json": "JSON array",
-    }
-    for source, name in formats.items():
-        with pytest.raises(TaskError, match=f"{source} is in the format {name}, ") as refused:
-            load_task(schema.TaskConfig(name="jsonl", train=source), 0)
-        (line,) = re.findall(r'python -c "import datasets; (.*)"$', str(refused.value))
-        exec(line, {"datasets": datasets})
-        task = load_task(schema.TaskConfig(name="jsonl", train=f"{source.split('.')[0]}.jsonl"), 0)
-        assert [task.train(n).prompt for n in range(3)] == ["p0", "p1", "p2"]
-
-
-def test_rows_in_the_form_of_verl_are_named_with_what_converts_them(tmp_path):
-    row = {
-        "data_source": "gsm8k",
-        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-    }
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    settings = schema.TaskConfig(name="jsonl", train=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(TaskError, match="line 1: a row in verl's form; ") as refused:
-        load_task(settings, 0)
-    made = eval(re.search(r"convert each with (.*?)\. Mend", str(refused.value))[1], {"row": row})
-    (tmp_path / "rows.jsonl").write_text(json.dumps(made))
-    problem = load_task(settings, 0).train(0)
-    assert (problem.prompt, problem.reference["answer"]) == (row["prompt"], "2")
 
 
 def test_messages_may_stand_in_prompt(tmp_path):

@@ -28,11 +28,14 @@ from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
-from async_grpo.tasks.data import RowTask, quiet_hub
+from async_grpo.tasks.data import RowTask
 from async_grpo.tasks.registry import create_task
+from async_grpo.tasks.sources import quiet_hub
 
 SAMPLE = 256
 """Prompts that are looked at, spread evenly over the problems."""
+SHOWN = 3
+"""Prompts that are shown."""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -125,6 +128,20 @@ def rate_notes(config: Config) -> Iterator[str]:
             "(the recipe large_staleness, docs/explanation/staleness.md), or settle where the end "
             "is not known"
         )
+
+
+def rendered(config: Config, task: Task) -> tuple[list[tuple[str, int]], list[int]]:
+    """Return the first prompts as the model sees them with their tokens, and how many tokens each
+    of a sample has; nothing while the model is still to be made. Raises SetupError.
+    """
+    model = known_model(config, task)
+    if model is None:
+        return [], []
+    with quiet_hub():
+        tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    chat, sample = _chat(config, tokenizer, task), list(_sample(config, task).values())
+    ids = [_encoded(config, model, tokenizer, problem, chat) for problem in sample]
+    return [(tokenizer.decode(one), len(one)) for one in ids[:SHOWN]], sorted(map(len, ids))
 
 
 def check_fit(

@@ -48,11 +48,12 @@ from async_grpo.run.preflight.memory import (
     shape_of,
     size_text,
 )
-from async_grpo.run.preflight.model import known_model
+from async_grpo.run.preflight.model import known_model, rendered
 from async_grpo.runtime.text import counted, shortened
 from async_grpo.tasks.base import RowsRefused, Task, TaskError
-from async_grpo.tasks.data import RowTask, quiet_hub
+from async_grpo.tasks.data import RowTask
 from async_grpo.tasks.registry import held_out, load_task
+from async_grpo.tasks.sources import quiet_hub
 from async_grpo.tools.check.known_models import known_config, names
 from async_grpo.tools.predict.advice import one_change, said
 from async_grpo.tools.predict.forecast import describe as describe_speed
@@ -187,7 +188,17 @@ def _data(config: Config, *, noted: bool) -> Iterator[Line]:
         evaluated = held_out(config, task)
         yield "training problems", f"{len(task):,}"
         yield "held-out problems", f"{evaluated:,}" if evaluated else "none: no evaluation"
-        yield "the first one", shortened(repr(task.train(0).prompt), 300)
+        with suppress(SetupError):  # said elsewhere
+            shown, lengths = rendered(config, task)
+            for number, (text, tokens) in enumerate(shown, start=1):
+                yield f"prompt {number}", f"{tokens} tokens: {shortened(repr(text), 300)}"
+            if lengths:
+                half, most = lengths[len(lengths) // 2], config.rollout.prompt_length
+                yield (
+                    "prompt tokens",
+                    f"{lengths[0]:,} to {lengths[-1]:,}, median {half:,}; {most:,} at most "
+                    "(rollout.prompt_length)",
+                )
         if isinstance(task, RowTask) and not noted:
             yield from (("note", note.removeprefix("note: ")) for note in task.notes)
 

@@ -434,16 +434,11 @@ def test_rows_are_read_whatever_the_machine_lacks(tmp_path, capsys) -> None:
     for line in (
         r"training problems +2\n",
         r"held-out problems +none: no evaluation\n",
-        r"the first one +'1\+1='\n",
         r"note +\S+: 1 of 3 rows are malformed and left out",
         r"warning: on this machine the run would be refused: `model.path`",
     ):
         assert re.search(line, out), line
     assert "ZeRO-0" not in out and "ZeRO-1" in out, "in bfloat16 the first is refused"
-    csv = tmp_path / "rows.csv"
-    csv.write_text("prompt,answer\n1+1=,2\n")
-    assert check([*command, f"task.train={csv}"]) == 2
-    assert "is in the format csv" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,324 @@
+"""Rows of files and data sets in whatever format they come.
+
+    task.train -> files: one, a directory, a pattern, an address --first bytes--> format -> rows
+               -> a directory of save_to_disk, or a name on the hub   (datasets)         -> rows
+
+Runs in: the driver and the rollout actors. Hides formats, compression and storage. Invariants: a
+format is told by content; a row that cannot be read comes as BadRow with its place, and a source
+that cannot be read raises TaskError, which names the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from async_grpo.runtime.text import first_line, listed
+from async_grpo.tasks.base import RowsRefused, TaskError
+
+Placed = tuple[str, "dict[str, Any] | BadRow"]
+"""Where a row stands, and the row."""
+ENDINGS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow", "gz", "zst")
+"""Of files that a directory is searched for, and of names that can only be files."""
+SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+PEEK = 4096
+_PATTERN = re.compile(r"[*?\[]")
+
+
+class BadRow(ValueError):
+    """One row cannot become a problem; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file by the name that users gave it, and how it is opened."""
+
+    name: str
+    open: Callable[[], BinaryIO]
+
+
+def read_rows(source: str, *, split: str) -> Iterator[Placed]:
+    """(place, row) of every row of `source`, in order; a row that cannot be read comes as BadRow.
+
+    `source`: a file of JSON lines, JSON, CSV, parquet or Arrow, also in gzip or zstd; a directory
+    or a pattern of such files, also as an address that fsspec knows; a directory of
+    `datasets.save_to_disk`; or `name`, `name:config`, `name:config:split` of a Hugging Face data
+    set, also `name@revision`, by default its `split`. Raises TaskError if it cannot be read.
+    """
+    path = Path(source).expanduser()
+    if "://" in source:
+        files = _at_address(source)
+    elif path.is_dir() and (saved := _saved(path, split)) is not None:
+        return _of_data_set(saved, source)
+    elif path.is_dir():
+        files = _in_directory(path, split)
+    elif _PATTERN.search(source) and not path.exists():
+        found = [one for one in sorted(_matching(path)) if one.is_file()]
+        if not found:
+            raise TaskError(f"no file matches {source} (looked in {Path.cwd()})")
+        files = [_local(one) for one in found]
+    elif path.is_file() or path.suffix[1:].lower() in ENDINGS:
+        files = [_local(path)]
+    else:
+        return _of_the_hub(source, split)
+    return _of_files(files)
+
+
+def _matching(path: Path) -> Iterator[Path]:
+    first = next(n for n, part in enumerate(path.parts) if _PATTERN.search(part))
+    found = Path(*path.parts[:first]).glob(str(Path(*path.parts[first:])))
+    return (one for one in found if one.name[0] != "." or path.name[0] == ".")
+
+
+def _local(path: Path) -> _File:
+    def opened() -> BinaryIO:
+        if not path.is_file():
+            raise TaskError(
+                f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval"
+            )
+        return path.open("rb")
+
+    return _File(str(path), opened)
+
+
+def _in_directory(path: Path, split: str) -> list[_File]:
+    """Find the data files below a directory, of several splits those of that one. Raises TaskError
+    for none.
+    """
+    found = sorted(
+        one
+        for one in path.rglob("*")
+        if one.suffix[1:].lower() in ENDINGS and one.is_file() and one.name[0] not in "._"
+    )
+    if not found:
+        raise TaskError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
+    named = {one: set(re.split(r"[^a-z]+", str(one.relative_to(path)).lower())) for one in found}
+    splits = [name for name in SPLITS if any(name in words for words in named.values())]
+    if len(splits) > 1:
+        found = [one for one in found if split in named[one]]
+    if not found:
+        raise TaskError(
+            f"{path} holds files of the splits {listed(splits, 8)}, and none of {split}: name "
+            f"those of one, as in '{path}/{splits[0]}*'"
+        )
+    return [_local(one) for one in found]
+
+
+def _at_address(source: str) -> list[_File]:
+    import fsspec
+
+    try:
+        storage, path = fsspec.core.url_to_fs(source)
+        if storage.isdir(path):
+            path = f"{path.rstrip('/')}/*"
+        found = sorted(storage.glob(path)) if _PATTERN.search(path) else [path]
+    except Exception as error:  # each storage has errors of its own
+        raise TaskError(f"{source} cannot be read: {first_line(error)}") from error
+    if not found:
+        raise TaskError(f"no file matches {source}")
+
+    def file(path: str) -> _File:
+        return _File(storage.unstrip_protocol(path), lambda: storage.open(path, "rb"))
+
+    return [file(str(one)) for one in found]
+
+
+def _of_files(files: list[_File]) -> Iterator[Placed]:
+    for file in files:
+        where = f"{Path(file.name).name} " if len(files) > 1 else ""
+        try:
+            with file.open() as raw:
+                for place, row in _of_file(file.name, raw):
+                    yield f"{where}{place}", row
+        except RowsRefused as error:
+            raise RowsRefused(f"{file.name}: {error}") from error
+        except TaskError:
+            raise
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise TaskError(f"{file.name} cannot be read: {reason}") from error
+        except Exception as error:  # of the storage, a decompressor or pyarrow
+            raise TaskError(f"{file.name} cannot be read: {first_line(error)}") from error
+
+
+def _of_file(name: str, raw: BinaryIO) -> Iterator[Placed]:
+    stream = cast(BinaryIO, io.BufferedReader(raw, PEEK))  # type: ignore[type-var]
+    first = stream.peek(PEEK)  # type: ignore[attr-defined]
+    if first.startswith(b"\x1f\x8b"):
+        stream = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=stream), PEEK))
+    elif first.startswith(b"\x28\xb5\x2f\xfd"):
+        import pyarrow
+
+        inner = pyarrow.CompressedInputStream(stream, "zstd")
+        stream = cast(BinaryIO, io.BufferedReader(inner, PEEK))
+    first = stream.peek(PEEK)  # type: ignore[attr-defined]
+    if first.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
+        return _of_table(stream, first)
+    text = first.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if b"\0" in first:
+        raise RowsRefused(
+            "it is in no format that is known: JSON lines, JSON, CSV, parquet, Arrow, or one "
+            "of these in gzip or zstd"
+        )
+    if text.startswith(b"["):
+        return _of_array(stream)
+    header = text.partition(b"\n")[0]
+    ending = name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    columned = any(one in header for one in (b",", b"\t", b";"))
+    is_csv = ending in ("csv", "tsv") or (columned and ending not in ("json", "jsonl"))
+    if text.startswith(b"{") or not is_csv:
+        return _of_lines(stream)
+    return _of_csv(stream, header)
+
+
+def _of_lines(stream: BinaryIO) -> Iterator[Placed]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield f"line {number}", _parsed(line.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        return BadRow("nested too deeply")
+    except UnicodeDecodeError:
+        return BadRow("not UTF-8 text")
+    except ValueError as error:
+        return BadRow(
+            f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})"
+        )
+    if isinstance(row, dict):
+        return row
+    return BadRow("not a JSON object, one of which stands on every line of such a file")
+
+
+def _of_array(stream: BinaryIO) -> Iterator[Placed]:
+    try:
+        rows = json.load(stream)
+    except RecursionError as error:
+        raise RowsRefused("it is nested too deeply") from error
+    except ValueError as error:
+        raise RowsRefused(f"it is no JSON array ({first_line(error)})") from error
+    for number, row in enumerate(rows):
+        yield f"row {number}", row if isinstance(row, dict) else BadRow("not a JSON object")
+
+
+def _of_csv(stream: BinaryIO, header: bytes) -> Iterator[Placed]:
+    """Read text under the names of the first row; every value is text."""
+    between = max(",\t;", key=lambda one: header.count(one.encode()))
+    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(2**31 - 1)
+    lines = csv.reader(text, delimiter=between, strict=True)
+    names = next(lines)
+    if len(set(names)) < len(names) or not all(names):
+        raise RowsRefused(f"its first row must name the columns, each once: {listed(names, 8)}")
+    while True:
+        try:
+            values = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"line {lines.line_num}", BadRow(f"not CSV ({error})")
+            continue
+        if not values:
+            continue
+        row: dict[str, Any] | BadRow = dict(zip(names, values, strict=False))
+        if len(values) != len(names):
+            row = BadRow(f"{len(values)} values under {len(names)} names of columns")
+        elif any("\udc80" <= one <= "\udcff" for one in "".join(values)):
+            row = BadRow("not UTF-8 text")
+        yield f"line {lines.line_num}", row
+
+
+def _of_table(stream: BinaryIO, first: bytes) -> Iterator[Placed]:
+    import pyarrow
+    from pyarrow import parquet
+
+    if first.startswith(b"PAR1"):
+        batches = parquet.ParquetFile(stream).iter_batches()
+    elif first.startswith(b"ARROW1"):
+        file = pyarrow.ipc.open_file(stream)
+        batches = (file.get_batch(index) for index in range(file.num_record_batches))
+    else:
+        batches = iter(pyarrow.ipc.open_stream(stream))
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"row {number}", _given(row)
+            number += 1
+
+
+def _given(value: Any) -> Any:
+    """Return a table's value without nulls in mappings, which stand for keys that are not given."""
+    if isinstance(value, dict):
+        return {key: _given(part) for key, part in value.items() if part is not None}
+    return [_given(part) for part in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Silence the hub client's reports of retries inside the block; its final error says it all."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _saved(path: Path, split: str) -> Callable[[], Any] | None:
+    """Return what loads a directory of `save_to_disk`, of several splits that one; None for another
+    directory.
+    """
+    splits = (path / "dataset_dict.json").is_file()
+    if not splits and not (path / "state.json").is_file():
+        return None
+
+    def load() -> Any:
+        from datasets import load_from_disk
+
+        return load_from_disk(str(path / split if splits else path))
+
+    return load
+
+
+def _of_the_hub(source: str, split: str) -> Iterator[Placed]:
+    name, _, rest = source.partition(":")
+    name, _, revision = name.partition("@")
+    config, _, named = rest.partition(":")
+
+    def load() -> Any:
+        from datasets import load_dataset
+
+        with quiet_hub():
+            return load_dataset(
+                name, config or None, split=named or split, revision=revision or None
+            )
+
+    at = f", revision {revision!r}" if revision else ""
+    what = f"data set {name!r}, config {config or 'default'!r}, split {named or split!r}{at}"
+    return _of_data_set(load, what)
+
+
+def _of_data_set(load: Callable[[], Any], what: str) -> Iterator[Placed]:
+    try:
+        rows = load()
+    except ModuleNotFoundError as error:
+        how = "pip install 'async_grpo[tasks]'"
+        raise TaskError(f"could not load {what}: {error} ({how})") from error
+    # the package's own errors, its file formats' and the hub client's have no ancestor in common
+    except Exception as error:
+        raise TaskError(f"could not load {what}: {first_line(error)}") from error
+    for number, row in enumerate(rows):
+        yield f"row {number}", _given(row)
