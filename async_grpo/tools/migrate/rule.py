@@ -327,7 +327,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 
 
 def data(keys: str, ours: str, split: str = "", usual: str = "") -> KeyRule:
-    """Take a data set that can be read here: a JSONL file, or a name on the hub. split: keys of its
+    """Take a data set that can be read as it is: a JSONL file, or a name on the hub. split: keys of its
     split there, one of which may be given; usual: the split that is taken there by default.
     """
 
@@ -338,7 +338,7 @@ def data(keys: str, ours: str, split: str = "", usual: str = "") -> KeyRule:
         name = text(parts[0])
         rows, hub = name.endswith(_ROWS), _NAME.fullmatch(name) and not name.endswith(_OTHER_FILES)
         if not rows and not hub:
-            return f"rows are read from JSONL files and from data sets of the hub ({_PAGE})"
+            return f"name the rows as `{ours}`, with `task.layout` for their columns ({_PAGE})"
         name = _CONFIGURED.get(name, name)
         part = next((source.find(key) for key in split.split() if source.has(key)), usual)
         own = "test" if ours == "task.eval" else "train"

@@ -296,8 +296,8 @@ data.gen_batch_size -- engines generate all the time here, and rejected groups a
     one
 data.filter_overlong_prompts data.truncation -- a longer prompt is refused here
 data.* -- {rule.DATA_FILES}
-custom_reward_function.* reward.custom_reward_function.* -- write it as the `score` of a task
-    (docs/how-to/rewards.md)
+custom_reward_function.* reward.custom_reward_function.* -- its function runs unchanged, as
+    `task.name: module:function` (docs/how-to/data.md#columns)
 overlong_buffer.log overlong_buffer_cfg.log -- it is logged as `rollout/overlong`
 reward_manager reward_manager.* -- the task scores
 model.use_remove_padding -- rows are always packed here
