@@ -29,7 +29,8 @@ learner.zero_stage
 """
 TOLD = """
 frozen run.total_steps run.epochs model.reference model.reference_refresh_steps model.lm_head_fp32
-task.train task.eval task.options task.rewards task.rewards_norm task.verifier.on_error task.judges
+task.train task.eval task.layout task.columns task.options task.rewards task.rewards_norm
+task.verifier.on_error task.judges
 replay.max_staleness replay.order replay.on_stale replay.journal.enable environment.on_timeout
 environment.max_invalid environment.tools environment.tool_parser environment.renderer
 endpoint.sampling weight_sync.every_steps weight_sync.kv_cache cluster.device cluster.engine.vllm

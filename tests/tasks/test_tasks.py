@@ -659,7 +659,7 @@ def test_check_score():
 def test_the_documented_task_works(tmp_path, monkeypatch):
     document = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
     (tmp_path / "word_count.py").write_text(
-        re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+        re.search(r"```python\n(# word_count.*?)```", document, re.DOTALL)[1]
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "word_count", raising=False)

@@ -127,6 +127,8 @@ def _warm(key: str, value: Any, given: dict[str, Any] = HARD) -> Wire:
 WIRES = [
     Wire("task.train", rows("others", 6), posed, DATA),
     Wire("task.eval", rows("evals", 7), posed, DATA),
+    Wire("task.layout", "verl", posed, DATA),
+    Wire("task.columns", {"prompt": "answer"}, posed, DATA),
     Wire("task.options", {"match": "contains"}, posed, DATA),
     Wire("task.rewards", {"format": 2.0}, posed),
     Wire("task.judges", {"nice": Judge(model="critic")}, posed, unchecked=True),

@@ -327,7 +327,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
 
 
 def data(keys: str, ours: str, split: str = "", usual: str = "") -> KeyRule:
-    """Take a data set that can be read as it is: a JSONL file, or a name on the hub. split: keys of its
+    """Take data that can be read as it is: a JSONL file, or a name on the hub. split: keys of its
     split there, one of which may be given; usual: the split that is taken there by default.
     """
 
