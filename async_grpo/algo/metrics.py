@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHARTS = (
-    "entropy|kl|teacher(_top_k)?_kl|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess|importance_weight|importance_ess"
+    "entropy|kl|teacher(_top_k)?_kl|sft_loss|repeated_tokens|same_response|approx_kl|pg_clipfrac(_low|_high)?|ratio_max|ess|importance_weight|importance_ess"
     "|applied_weight|rejected|mismatch|mismatch_kl|staleness_mean|staleness_max|sequence_length"
 )
 """Which metrics of this module trackers show, as a regular expression; all are in `metrics.jsonl`.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from async_grpo.config.algorithm import LIVE
 from async_grpo.config.frozen import FrozenModel
+from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
 from async_grpo.config.vllm_keys import refused_arguments
@@ -20,6 +21,8 @@ def frozen_models(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     used = [("algorithm.distill.teacher", name) for name in algorithm.distill.frozen]
     used += [("algorithm.sft_model", name) for name in [algorithm.sft_model] if name is not None]
+    if LIVE in algorithm.distill.teachers:
+        yield from _logprobs(config, "cluster.engine", config.cluster.engine)
     if LIVE in config.frozen:
         yield f"`frozen.{LIVE}` has the name of the policy: choose another."
     used += [(f"task.judges.{name}.model", one.model) for name, one in config.task.judges.items()]
@@ -34,7 +37,9 @@ def frozen_models(config: Config) -> Iterator[str]:
 def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]) -> Iterator[str]:
     """Check one of them. used: the settings that name it."""
     kinds = {
-        config.task.judges[key.split(".")[2]].kind if key.startswith("task.") else "teacher": key
+        config.task.judges[key.split(".")[2]].kind
+        if key.startswith("task.")
+        else key.rpartition(".")[2]: key
         for key in used
     }
     if len(kinds) > 1 and "reward_model" in kinds:
@@ -45,7 +50,7 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
     if (model.path is None) == (model.url is None):
         yield f"`frozen.{name}` needs a `path`, or a `url` with `served_name`, and not both."
     elif model.url is not None:
-        for kind in ("teacher", "reward_model"):
+        for kind in ("teacher", "sft_model", "reward_model"):
             if kind in kinds:
                 yield (
                     f"`{kinds[kind]}` is {name}, which is behind an address: log-probs and scores "
@@ -65,19 +70,23 @@ def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]
             yield f"`frozen.{name}.{key}` has no effect without `url`: remove it."
         if model.engine.sleep is True:
             yield f"`frozen.{name}.engine.sleep` is true, but a frozen model has no turn to wait."
-        most = model.engine.vllm.get("max_logprobs", 20)
-        top_k = config.algorithm.distill.teacher_top_k
-        if "teacher" in kinds and isinstance(most, int) and 0 <= most < top_k:
-            yield (
-                f"`frozen.{name}.engine.vllm.max_logprobs` is {most}, below "
-                f"`algorithm.distill.teacher_top_k`, {top_k}: remove it, or raise it."
-            )
+        if "teacher" in kinds:
+            yield from _logprobs(config, f"frozen.{name}.engine", model.engine)
         for argument, why in refused_arguments(model.engine.vllm):
             yield f"`frozen.{name}.engine.vllm.{argument}` {why}."
     if not used:
         yield (
             f"`frozen.{name}` is used by no setting: name it in `algorithm.distill.teacher`, "
             "`algorithm.sft_model` or `task.judges.NAME.model`, or remove it."
+        )
+
+
+def _logprobs(config: Config, key: str, engine: EngineConfig) -> Iterator[str]:
+    most, top_k = engine.vllm.get("max_logprobs", 20), config.algorithm.distill.teacher_top_k
+    if isinstance(most, int) and 0 <= most < top_k:
+        yield (
+            f"`{key}.vllm.max_logprobs` is {most}, below `algorithm.distill.teacher_top_k`, "
+            f"{top_k}: remove it, or raise it."
         )
 
 

@@ -290,7 +290,7 @@ class TokenMath:
             return loss
         if metrics is not None:
             metrics.add("train/sft_loss", -logprobs, batch.given != 0)
-        return loss - (batch.given * logprobs).sum()
+        return loss + aggregate_loss(-logprobs, batch.given)
 
     def _kl(self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor) -> Tensor | None:
         """Return the KL penalty of each token before its coefficient, None without one."""

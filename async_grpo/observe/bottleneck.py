@@ -277,8 +277,8 @@ def _starved(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[B
     if waits > seen.generate_s:
         text = (
             f"{idle}: a group waits {waits:.2g} s for its {whom} and is generated in "
-            f"{seen.generate_s:.2g} s: a smaller {whom} would help, or more GPUs for it "
-            "(frozen.NAME.engine.tensor_parallel_size)"
+            f"{seen.generate_s:.2g} s: a smaller {whom} would help, or more GPUs for one "
+            "that is frozen (frozen.NAME.engine.tensor_parallel_size)"
         )
         return seen.found("unclear", text), times
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law

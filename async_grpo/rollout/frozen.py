@@ -10,8 +10,7 @@ every sampled token, or is failed. Judges: see `rollout.judges`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,27 +163,23 @@ async def teacher_planes(
     return planes | ({"teacher_ids": ids.astype(np.int32)} if ids.shape[1] else {})
 
 
-def reference_text(problem: Problem) -> str:
-    """Return the answer of a problem as text."""
-    reference = problem.reference
-    if isinstance(reference, Mapping) and "answer" in reference:
-        reference = reference["answer"]
-    return reference if isinstance(reference, str) else json.dumps(reference, default=str)
-
-
 def teacher_prompt(problem: Problem, template: str) -> Prompt:
-    """Return the prompt as a teacher sees it (`algorithm.distill.teacher_prompt`)."""
-    prompt = problem.prompt
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    solution = problem.solution if isinstance(problem.solution, str) else reference_text(problem)
-    facts = {"prompt": text, "solution": solution}
+    """Return the prompt as a teacher sees it (`algorithm.distill.teacher_prompt`). Raises
+    FrozenFailed for a problem without what the template names.
+    """
+    prompt, facts = problem.prompt, dict[str, str]()
+    facts["prompt"] = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    if isinstance(problem.solution, str):
+        facts["solution"] = problem.solution
+    elif "{solution}" in template:
+        raise FrozenFailed("is to be told a solution, and the problem has none")
     told = filled(template, facts)
     return told if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": told}]
 
 
-def demonstration(ids: Sequence[int], *, limit: int, version: int) -> Row:
+def demonstration(ids: Sequence[int], *, limit: int, version: int, ends: Collection[int]) -> Row:
     """Return the row of a given response, cut as one that is sampled. version: of its tokens, which
-    no policy sampled.
+    no policy sampled; ends: tokens that end a response.
     """
     kept = np.asarray(ids[:limit], np.int32)
     return Row(
@@ -194,6 +189,6 @@ def demonstration(ids: Sequence[int], *, limit: int, version: int) -> Row:
         versions=[VersionSpan(version, 0, len(kept))],
         rewards={},
         verdict=None,
-        finish_reason="stop" if len(kept) == len(ids) else "length",
+        finish_reason="stop" if kept[-1] in ends else "length",
         role="demonstration",
     )

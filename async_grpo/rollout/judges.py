@@ -22,7 +22,7 @@ from itertools import permutations
 from typing import Any, TypeVar
 
 from async_grpo.config.frozen import Judge
-from async_grpo.rollout.frozen import Question, TextRefused, reference_text
+from async_grpo.rollout.frozen import Question, TextRefused
 from async_grpo.runtime.text import filled
 from async_grpo.tasks.base import Problem, Prompt
 from async_grpo.tasks.verifier import VerifierError
@@ -93,7 +93,7 @@ class Judges:
             scores = await self._models[name].rewards([(problem.prompt, text) for text in texts])
             found = [_normalised(name, judge, score) for score in scores]
             return dict(zip(texts, found, strict=True))
-        said = {"prompt": _as_text(problem.prompt), "reference": reference_text(problem)}
+        said = {"prompt": _as_text(problem.prompt), "reference": _reference(problem.reference)}
         if judge.kind == "pairwise":
             return await self._pairwise(name, judge, said, texts)
         grades = await _all(self._pointwise(name, judge, said, one) for one in texts)
@@ -225,3 +225,10 @@ def _as_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _reference(reference: Any) -> str:
+    """Return the answer of a row as text."""
+    if isinstance(reference, Mapping) and "answer" in reference:
+        reference = reference["answer"]
+    return reference if isinstance(reference, str) else json.dumps(reference, default=str)

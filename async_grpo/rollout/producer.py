@@ -51,7 +51,7 @@ from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
 from async_grpo.runtime.variables import take
 from async_grpo.tasks.base import Problem, Score, Task
-from async_grpo.tasks.chat import prompt_ids
+from async_grpo.tasks.chat import prompt_ids, solved_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
@@ -312,8 +312,10 @@ class GroupProducer(EngineHost):
         problem = task.train(
             problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
-        distill = config.algorithm.distill
+        distill, seen = config.algorithm.distill, list[int]()
         teacher = self._teacher_of(problem) if distill.teachers else ""
+        if distill.teacher_prompt is not None:
+            seen = self._encode_for_teacher(problem, distill.teacher_prompt)
         if self.parts.player is None:
             episodes = await self._respond(work, problem)
         else:
@@ -325,7 +327,8 @@ class GroupProducer(EngineHost):
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         asked, imitates = time.monotonic(), config.algorithm.sft_loss_coef > 0
         if distill.teachers:
-            planes = await self._taught(work, problem, teacher, prompts, rows)
+            told = [np.asarray(seen, np.int32)] if seen else prompts
+            planes = await self._taught(work, teacher, told, rows)
         if imitates:
             given = await self._given(work, problem, prompts[0].tolist(), rows)
             more = sum(len(row.response_ids) for row in given)  # of which no teacher says anything
@@ -364,49 +367,44 @@ class GroupProducer(EngineHost):
             raise FrozenFailed(f"{name} is named by a row, and is no teacher")
         return name
 
+    def _encode_for_teacher(self, problem: Problem, template: str) -> list[int]:
+        ids = prompt_ids(self.parts.tokenizer, teacher_prompt(problem, template))
+        limit = self._config.rollout.prompt_length
+        if len(ids) >= limit:  # an engine that scores needs room for one token more
+            raise PromptTooLong(
+                f"algorithm.distill.teacher_prompt makes a prompt of {len(ids)} tokens: "
+                f"rollout.prompt_length, {limit}, must be more"
+            )
+        return ids
+
     async def _given(
         self, work: _GroupWork, problem: Problem, prompt: list[int], rows: Sequence[Row]
     ) -> list[Row]:
         """Return the demonstration of a group; none for a problem without a solution."""
         config, limit = self._config, self._config.rollout.response_length
+        ends = self.parts.engine.stop_token_ids
         if (name := config.algorithm.sft_model) is not None:
             work.asks = f"model {name}"
             self._enter(work, "verifying")
             seed = hash63(config.seed, "given", work.ticket.group_id) if config.seeded else None
             given = await self._frozen[name].respond(prompt, limit, seed)
+            if strange := [one for one in given if one >= len(self.parts.tokenizer)]:
+                raise FrozenFailed(f"{name} gave token {strange[0]}, which the policy has not")
         elif isinstance(problem.solution, str):
-            tokenizer = self.parts.tokenizer
-            ids = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
-            end = tokenizer.eos_token_id  # None: its model's generation config names one
-            given = [*ids, self.parts.engine.stop_token_ids[0] if end is None else end]
+            given = solved_ids(self.parts.tokenizer, problem.prompt, problem.solution, ends)
         else:
             return []
         newest = max(row.versions[-1].policy_version for row in rows)
-        return [demonstration(given, limit=limit, version=newest)]
+        return [demonstration(given, limit=limit, version=newest, ends=ends)]
 
     async def _taught(
-        self,
-        work: _GroupWork,
-        problem: Problem,
-        name: str,
-        prompts: list[np.ndarray],
-        rows: Sequence[Row],
+        self, work: _GroupWork, name: str, prompts: list[np.ndarray], rows: Sequence[Row]
     ) -> dict[str, np.ndarray]:
         """Return what the teacher of that name says of the tokens."""
         work.asks = f"teacher {name}"
         self._enter(work, "generating" if name == LIVE else "verifying")  # its engine is at work
-        distill = self._config.algorithm.distill
-        if distill.teacher_prompt is not None:
-            seen = prompt_ids(self.parts.tokenizer, teacher_prompt(problem, distill.teacher_prompt))
-            limit = self._config.rollout.prompt_length
-            if len(seen) >= limit:  # an engine that scores needs room for one token more
-                raise FrozenFailed(
-                    f"{name}: its prompt has {len(seen)} tokens, and rollout.prompt_length - 1 is "
-                    f"{limit - 1}"
-                )
-            prompts = [np.asarray(seen, np.int32)]
         teacher: Teacher = (
-            LivePolicy(self.parts.engine, distill.teacher_top_k)
+            LivePolicy(self.parts.engine, self._config.algorithm.distill.teacher_top_k)
             if name == LIVE
             else self._frozen[name]
         )

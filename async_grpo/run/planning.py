@@ -111,6 +111,11 @@ class RowMath:
         """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""
         config, episodes = self._config, _episodes(batch, "train")
         given = _episodes(batch, "demonstration") if config.algorithm.sft_loss_coef else {}
+        if config.algorithm.sft_model is not None and len(given) < len(batch.groups):
+            raise ValueError(
+                f"step {batch.step}: {len(batch.groups) - len(given)} groups have no response of "
+                f"{config.algorithm.sft_model}: they were sampled without `algorithm.sft_model`"
+            )
         updates = []
         for epoch in range(config.learner.ppo_epochs):
             for ids in minibatches(

@@ -5,6 +5,7 @@ Runs in: the driver and the rollout actors. Hides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from async_grpo.config.section import Section
@@ -55,6 +56,18 @@ def answered_ids(tokenizer: Any, prompt: Prompt, response: str) -> list[int]:
     if not tokenizer.chat_template:
         return list(tokenizer("\n".join(one["content"] for one in messages))["input_ids"])
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def solved_ids(tokenizer: Any, prompt: Prompt, solution: str, ends: Sequence[int]) -> list[int]:
+    """Token ids of a solution and its end: of a chat the one of `ends` with which its template ends
+    what an assistant says, else the tokenizer's.
+    """
+    ids = list(tokenizer(solution, add_special_tokens=False)["input_ids"])
+    end = ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if not isinstance(prompt, str):
+        said = reversed(answered_ids(tokenizer, prompt, solution))
+        end = next((one for one in said if one in ends), end)
+    return [*ids, end]
 
 
 def plain(tokenizer: Any, text: str) -> str:

@@ -40,8 +40,9 @@ class Jsonl(RowTask):
         """Parse prompt, answers and solution; see `RowTask.problem`."""
         if "answer" not in row and isinstance(row.get("reward_model"), dict):
             raise BadRow(VERL)
+        given = text_of(row, "solution") if row.get("solution") is not None else None
         if self._judged and row.get("answer") is None:
-            return Problem(chat_or_text(row), None)
+            return Problem(chat_or_text(row), None, given)
         answer, partial = _answer(row), row.get("rewards") or {}
         if not isinstance(partial, dict) or not all(
             isinstance(value, int | float) and math.isfinite(value) for value in partial.values()
@@ -55,9 +56,7 @@ class Jsonl(RowTask):
                     raise BadRow(
                         f"{pattern!r:.40} is not a regular expression ({error})"
                     ) from error
-        solution = None if self._match == "regex" else answer
-        if row.get("solution") is not None:
-            solution = text_of(row, "solution")
+        solution = answer if given is None and self._match != "regex" else given
         rewards = {key: float(value) for key, value in partial.items()}
         return Problem(chat_or_text(row), {"answer": answer, "rewards": rewards}, solution)
 

@@ -78,7 +78,7 @@ def imitated(case: Case) -> Case:
     rng = np.random.default_rng(6)
     for group_id, group in case.groups.items():
         ids = rng.integers(3, VOCABULARY, int(rng.integers(2, 7))).tolist()
-        group.rows.append(demonstration(ids, limit=5, version=STEP - 1))
+        group.rows.append(demonstration(ids, limit=5, version=STEP - 1, ends=[]))
         update = next(one for one in case.updates if any(row.group_id == group_id for row in one))
         length = min(len(ids), 5)
         shape = len(group.prompts[0]), length, 0.03, length

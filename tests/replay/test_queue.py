@@ -859,7 +859,7 @@ async def test_a_group_has_one_demonstration_at_most_which_counts_nowhere() -> N
     for count, ticket in enumerate(await take(queue, 3)):
         group = make_group(ticket)
         counts = token_counts(decode_meta(encode_group(group)))
-        group.rows += [demonstration([1, 2], limit=9, version=ticket.policy_version)] * count
+        group.rows += [demonstration([1], limit=9, version=ticket.policy_version, ends=[])] * count
         meta = decode_meta(encode_group(group))
         assert (
             token_counts(meta) == counts and len(meta.episodes_to_train) == len(group.rows) - count

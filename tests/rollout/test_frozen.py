@@ -17,6 +17,7 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.frozen import (
     FrozenFailed,
     Taught,
@@ -27,8 +28,9 @@ from async_grpo.rollout.frozen import (
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.run.preflight.run_check import check_run
 from async_grpo.tasks.base import Problem
+from async_grpo.tasks.chat import solved_ids
 from async_grpo.wire.codec import Row, VersionSpan, decode_group
-from tests.support.rollout_parts import Parts, actor_of
+from tests.support.rollout_parts import Parts, Tokenizer, actor_of
 
 ROW = {"behavior_logprobs": np.zeros(3, np.float32), "versions": [VersionSpan(0, 0, 3)]}
 TAUGHT = ["math", None, "code", "poetry"]
@@ -130,24 +132,62 @@ def test_a_worked_solution_is_the_demonstration_of_its_group(
 
 
 class Demonstrator:
-    def __init__(self) -> None:
+    def __init__(self, gives: list[int]) -> None:
         self.asked: list[Any] = []
+        self.gives = gives
 
     async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
         self.asked.append((prompt, limit, seed is not None))
-        return [7, 99]
+        return self.gives
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_frozen_model_gives_the_demonstration(seeded: bool) -> None:
-    parts, model = Parts(), Demonstrator()
+    parts, model = Parts(), Demonstrator([5, 99])
     given = {"sft_loss_coef": 0.1, "sft_model": "big", "distill": {}}
     actor = actor_of(parts, teacher={"big": model}, algorithm=given, seeded=seeded)
     asyncio.run(asyncio.wait_for(solved(actor, "four").run(), 10))
     assert not parts.failed
     for group in map(decode_group, parts.sent):
-        assert group.rows[-1].response_ids.tolist() == [7, 99] and len(group.rows) == 3
+        assert group.rows[-1].response_ids.tolist() == [5, 99] and len(group.rows) == 3
     assert model.asked == [([0, 1, 2], 8, seeded)] * 2
+
+
+@pytest.mark.parametrize(
+    ("gives", "ended"), [([5] * 8, "length"), ([5] * 7 + [99], "stop"), ([5, 100], "")]
+)
+def test_a_demonstration_that_was_cut_says_so_and_strange_tokens_are_refused(
+    gives: list[int], ended: str
+) -> None:
+    parts, given = Parts(), {"sft_loss_coef": 0.1, "sft_model": "big", "distill": {}}
+    actor = actor_of(parts, teacher={"big": Demonstrator(gives)}, algorithm=given)
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    if ended:
+        assert {decode_group(one).rows[-1].finish_reason for one in parts.sent} == {ended}
+    else:
+        said = "frozen model big gave token 100, which the policy has not"
+        assert parts.failed == {0: said, 1: said}
+
+
+def test_the_end_of_a_chat_is_that_of_its_template() -> None:
+    tokenizer = Tokenizer()
+    assert solved_ids(tokenizer, "p", "abc", (99, 7)) == [0, 1, 2, 99]
+    chat = [{"role": "user", "content": "p"}]
+    assert solved_ids(tokenizer, chat, "abc", (99, 7)) == [0, 1, 2, 7]
+    assert solved_ids(tokenizer, chat, "abc", (99, 8)) == [0, 1, 2, 99]
+
+
+def test_an_engine_that_hangs_while_it_teaches_is_replaced() -> None:
+    parts = Parts()
+
+    async def hangs(*_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    parts.top_logprobs = hangs  # type: ignore[method-assign]
+    own = {"distill": {"teacher": "policy", "teacher_prompt": "{prompt}"}}
+    actor = actor_of(parts, algorithm=own, group_timeout_s=0.2)
+    with pytest.raises(EngineError, match="no group came out of the engine"):
+        asyncio.run(asyncio.wait_for(actor.run(), 10))
 
 
 def test_the_policy_teaches_itself_under_another_prompt() -> None:
@@ -162,24 +202,29 @@ def test_the_policy_teaches_itself_under_another_prompt() -> None:
             for group in map(decode_group, parts.sent):
                 assert (group.planes["teacher_logprobs"] == -seen).all()
         else:
-            said = (
-                "frozen model policy: its prompt has 5 tokens, and rollout.prompt_length - 1 is 3"
-            )
-            assert parts.failed == {0: said, 1: said}
+            said = "PromptTooLong: algorithm.distill.teacher_prompt makes a prompt of 5 tokens: "
+            assert {*parts.failed.values()} == {f"{said}rollout.prompt_length, 4, must be more"}
+            assert not parts.asked, "before anything is generated"
 
 
 @pytest.mark.parametrize(
     ("problem", "told"),
     [
         (Problem("p", 1, solution="s"), "s: p {solution} s"),
-        (Problem("{solution}", {"answer": "a"}), "s: {solution} a"),
-        (Problem("p", [1, 2], solution=("turn", "by turn")), "s: p [1, 2]"),
+        (Problem("{solution}", {"answer": "a"}, solution="b"), "s: {solution} b"),
+        (Problem("p", [1, 2], solution=("turn", "by turn")), ""),
+        (Problem("p", {"answer": "a"}), ""),
     ],
 )
 def test_what_a_teacher_is_told(problem: Problem, told: str) -> None:
     template = "s: {prompt} {solution}"
     if problem.solution == "s":
         template, told = "s: {prompt} {solution}{x}", "s: p s{x}"
+    if not told:
+        assert teacher_prompt(problem, "no {prompt}") == "no p"
+        with pytest.raises(FrozenFailed, match="told a solution, and the problem has none"):
+            teacher_prompt(problem, template)
+        return
     assert teacher_prompt(problem, template) == told
     first = {"role": "system", "content": "{prompt}"}
     chat = replace(problem, prompt=[first, {"role": "user", "content": problem.prompt}])

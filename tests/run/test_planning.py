@@ -531,24 +531,31 @@ def test_demonstrations_have_a_normaliser_of_their_own_and_no_value() -> None:
     settings = config(ranks=2, epochs=2, minibatch=2, sft_loss_coef=0.5)
     mathematics = RowMath(settings, WEIGHTS)
     plain = RowMath(config(ranks=2, epochs=2, minibatch=2), WEIGHTS)
-    plans = mathematics.plans(Batch(1, tuple(groups)))
+    plans, seen = mathematics.plans(Batch(1, tuple(groups))), []
     for index in range(4):
         entries = [entry for plan in plans for part in plan.updates[index] for entry in part]
         imitated = [entry for entry in entries if entry.given]
         total = sum(entry.sampled for entry in imitated)
-        assert {entry.weight for entry in imitated} <= {0.5 / max(total, 1)}
-        assert {entry.row for entry in imitated} <= {3}
+        assert all(entry.weight == 0.5 / total and entry.row == 3 for entry in imitated)
+        seen += [entry.sampled for entry in imitated]
         without = [
             row for plan in plain.plans(batch) for part in plan.updates[index] for row in part
         ]
         assert {(row.key, row.weight) for row in entries if not row.given} == {
             (row.key, row.weight) for row in without
         }
+    assert sorted(seen) == sorted([*given.values()] * 2)
     values, metrics = mathematics.values(Batch(1, tuple(groups)), {})
     assert (values, metrics.pop("rollout/demonstrations")) == (plain.values(batch, {})[0], 3 / 4)
     assert metrics == plain.values(batch, {})[1]
     ignored = plain.plans(Batch(1, tuple(groups)))
     assert not any(row.given for plan in ignored for row in plan.rows.values())
+    by_model = {"frozen": {"big": {"path": "b"}}, "algorithm": {"sft_model": "big"}}
+    by_model["algorithm"] |= {"sft_loss_coef": 0.5}
+    values = settings.model_dump(mode="json") | {"frozen": by_model["frozen"]}
+    values["algorithm"] |= by_model["algorithm"]
+    with pytest.raises(ValueError, match=r"step 1: 1 groups have no response of big: they were"):
+        RowMath(Config.model_validate(values), WEIGHTS).plans(Batch(1, tuple(groups)))
 
 
 def demonstrated(length: int) -> RowMeta:

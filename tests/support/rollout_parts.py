@@ -21,6 +21,13 @@ from async_grpo.wire.codec import Buffer, GroupMeta, GroupTicket, decode_meta
 
 class Tokenizer:
     eos_token_id = 99
+    chat_template = "of words"
+
+    def __len__(self) -> int:
+        return 100
+
+    def apply_chat_template(self, messages: list[Any], **_: Any) -> list[int]:
+        return [*range(sum(len(one["content"]) for one in messages)), 7, 5]
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(range(len(text)))}
@@ -51,6 +58,7 @@ class Parts:
     """
 
     serving_version = 0
+    stop_token_ids = (99,)
     max_num_seqs = 256
     hangs = only_greedy_fails = False
     per_group = 2

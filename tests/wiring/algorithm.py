@@ -93,7 +93,7 @@ def _group(config: Config, step: int, group_id: int) -> Group:
             )
         )
     if config.algorithm.sft_loss_coef:
-        rows.append(demonstration(range(4), limit=8, version=step - 2))
+        rows.append(demonstration(range(4), limit=8, version=step - 2, ends=[]))
     times = {"queued": 0.0, "first_token": 1.0, "done": 2.0, "scored": 3.0}
     group = Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
     if config.algorithm.distill.teacher is not None:

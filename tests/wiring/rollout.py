@@ -42,6 +42,7 @@ class Parts:
     serving_version, unfinished, serving = 0, 0, LABEL
 
     max_num_seqs = 256
+    stop_token_ids = (1,)
 
     def __init__(self) -> None:
         self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]

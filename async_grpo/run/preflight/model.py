@@ -22,7 +22,7 @@ from async_grpo.environments.tools import TaskWithTools, with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.chat_format import ChatFormat, chat_format_of
 from async_grpo.rollout.engine.base import stop_tokens
-from async_grpo.rollout.frozen import engine_config, teacher_prompt
+from async_grpo.rollout.frozen import FrozenFailed, engine_config, teacher_prompt
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
@@ -558,14 +558,22 @@ def _check_given(
             f"no sampled problem of task {config.task.name} has a `solution`, which "
             "`algorithm.sft_loss_coef` imitates: add it to the rows, or set `algorithm.sft_model`"
         )
-    for place, problem in sample.items() if template is not None else ():
-        length = len(prompt_ids(tokenizer, teacher_prompt(problem, str(template))))
-        if length >= limit:
-            raise SetupError(
-                f"the teacher's prompt of {place} has {length} tokens "
-                f"(`algorithm.distill.teacher_prompt`): `rollout.prompt_length`, {limit}, must be "
-                f"more"
-            )
+    if template is None:
+        return
+    bad: list[str] = []
+    for place, problem in sample.items():
+        try:
+            length = len(prompt_ids(tokenizer, teacher_prompt(problem, template)))
+        except FrozenFailed:
+            bad.append(f"{place} has no `solution`: add it to the rows")
+            continue
+        if length >= limit >= len(prompt_ids(tokenizer, problem.prompt)):
+            bad.append(f"of {place} it has {length} tokens: `rollout.prompt_length` must be more")
+    if len(bad) > config.task.max_bad_fraction * len(sample):
+        raise SetupError(
+            f"`algorithm.distill.teacher_prompt` fits {len(bad)} of {len(sample)} sampled problems "
+            f"not; {bad[-1]}"
+        )
 
 
 def _check_trained(config: Config, model: str | None) -> None:

@@ -675,13 +675,17 @@ def test_what_demonstrations_and_a_teacher_that_is_told_more_need(good: Path) ->
     told = {"distill": {"teacher": "policy", "teacher_prompt": "{prompt}{solution}"}}
     assert given(good, sft_loss_coef=0.1) == given(good, **told) == []
     long = {"distill": {"teacher": "policy", "teacher_prompt": "12345{prompt}{solution}"}}
-    with pytest.raises(SetupError, match=r"`rollout.prompt_length`, 13, must be more"):
+    with pytest.raises(
+        SetupError, match=r"of training problem \d+ it has 1\d tokens: `rollout.prompt_length` must"
+    ):
         given(good, **long)
     for algorithm, key in (({"sft_loss_coef": 0.1}, "sft_loss_coef"), (told, "teacher_prompt")):
         with pytest.raises(SetupError, match=rf"{key}` needs plain prompts, and .* has episodes"):
             given(good, "tests.support.environments:TaskOfTold", **algorithm)
     with pytest.raises(SetupError, match=r"no sampled problem of task .* has a `solution`"):
         given(good, f"{__name__}:Unsolved", sft_loss_coef=0.1)
+    with pytest.raises(SetupError, match=r"fits \d+ of \d+ .* has no `solution`"):
+        given(good, f"{__name__}:Unsolved", **told)
 
 
 class Unsolved(Arithmetic):
