@@ -22,12 +22,10 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from async_grpo.config.algorithm import LIVE
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import VerifierFailed
@@ -35,27 +33,20 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
-from async_grpo.rollout.frozen import (
-    FrozenFailed,
-    LivePolicy,
-    Teacher,
-    demonstration,
-    teacher_planes,
-    teacher_prompt,
-)
+from async_grpo.rollout.frozen import FrozenFailed
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
+from async_grpo.rollout.teaching import Lesson, Teaching
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
 from async_grpo.runtime.variables import take
 from async_grpo.tasks.base import Problem, Score, Task
-from async_grpo.tasks.chat import prompt_ids, solved_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
-from async_grpo.wire.groups import EPISODE_END, Row
+from async_grpo.wire.groups import EPISODE_END
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
@@ -121,7 +112,7 @@ class GroupProducer(EngineHost):
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
-        self._frozen = dict(frozen or {})
+        self._teaching = Teaching(config, frozen or {})
         judges = config.task.judges
         self._judges = Judges(judges, frozen or {}) if judges else None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
@@ -312,10 +303,24 @@ class GroupProducer(EngineHost):
         problem = task.train(
             problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
-        distill, seen = config.algorithm.distill, list[int]()
-        teacher = self._teacher_of(problem) if distill.teachers else ""
-        if distill.teacher_prompt is not None:
-            seen = self._encode_for_teacher(problem, distill.teacher_prompt)
+        parts, seed = self.parts, None
+        if config.seeded:
+            seed = hash63(config.seed, "given", ticket.group_id)
+        lesson = self._teaching.begin(
+            problem, engine=parts.engine, tokenizer=parts.tokenizer, seed=seed
+        )
+        try:
+            return await self._completed(work, problem, lesson, queued)
+        finally:
+            lesson.close()
+
+    async def _completed(
+        self, work: _GroupWork, problem: Problem, lesson: Lesson, queued: float
+    ) -> Group:
+        """Generate the episodes of a group, and have them graded and taught. queued: when the
+        ticket came.
+        """
+        config, ticket = self._config, work.ticket
         if self.parts.player is None:
             episodes = await self._respond(work, problem)
         else:
@@ -323,20 +328,11 @@ class GroupProducer(EngineHost):
         if self._judges is not None:
             await self._grade(work, self._judges, problem, episodes)
         scored, size = time.time(), config.rollout.group_size
-        planes: dict[str, np.ndarray] = {}
         prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
-        asked, imitates = time.monotonic(), config.algorithm.sft_loss_coef > 0
-        if distill.teachers:
-            told = [np.asarray(seen, np.int32)] if seen else prompts
-            planes = await self._taught(work, teacher, told, rows)
-        if imitates:
-            given = await self._given(work, problem, prompts[0].tolist(), rows)
-            more = sum(len(row.response_ids) for row in given)  # of which no teacher says anything
-            planes = {key: np.pad(one, ((0, more), (0, 0))) for key, one in planes.items()}
-            rows += given
-        if distill.teachers or imitates:
+        planes, given = await lesson.finish(prompts, rows, partial(self._asks, work))
+        if self._teaching.asks:
             self._counts["taught"] += 1
-            self._counts["teaching_ms"] += round(1000 * (time.monotonic() - asked))
+            self._counts["teaching_ms"] += round(1000 * (time.time() - scored))
         lengths = [episode.session.sampled for episode in episodes]
         self._counts["groups"] += 1
         self._counts["tokens"] += sum(lengths[:size])
@@ -348,7 +344,7 @@ class GroupProducer(EngineHost):
             actor_id=self.actor_id,
             run_epoch=ticket.run_epoch,
             prompts=prompts,
-            rows=rows,
+            rows=[*rows, *given],
             planes=planes,
             times={
                 "queued": queued,
@@ -358,57 +354,6 @@ class GroupProducer(EngineHost):
                 **{f"{EPISODE_END}{n}": one.ended for n, one in enumerate(episodes) if one.ended},
             },
         )
-
-    def _teacher_of(self, problem: Problem) -> str:
-        """Name the only one, or that of the row. Raises FrozenFailed for one that is none."""
-        first, *others = self._config.algorithm.distill.teachers
-        name = problem.teacher if others and problem.teacher is not None else first
-        if name not in (first, *others):
-            raise FrozenFailed(f"{name} is named by a row, and is no teacher")
-        return name
-
-    def _encode_for_teacher(self, problem: Problem, template: str) -> list[int]:
-        ids = prompt_ids(self.parts.tokenizer, teacher_prompt(problem, template))
-        limit = self._config.rollout.prompt_length
-        if len(ids) >= limit:  # an engine that scores needs room for one token more
-            raise PromptTooLong(
-                f"algorithm.distill.teacher_prompt makes a prompt of {len(ids)} tokens: "
-                f"rollout.prompt_length, {limit}, must be more"
-            )
-        return ids
-
-    async def _given(
-        self, work: _GroupWork, problem: Problem, prompt: list[int], rows: Sequence[Row]
-    ) -> list[Row]:
-        """Return the demonstration of a group; none for a problem without a solution."""
-        config, limit = self._config, self._config.rollout.response_length
-        ends = self.parts.engine.stop_token_ids
-        if (name := config.algorithm.sft_model) is not None:
-            work.asks = f"model {name}"
-            self._enter(work, "verifying")
-            seed = hash63(config.seed, "given", work.ticket.group_id) if config.seeded else None
-            given = await self._frozen[name].respond(prompt, limit, seed)
-            if strange := [one for one in given if one >= len(self.parts.tokenizer)]:
-                raise FrozenFailed(f"{name} gave token {strange[0]}, which the policy has not")
-        elif isinstance(problem.solution, str):
-            given = solved_ids(self.parts.tokenizer, problem.prompt, problem.solution, ends)
-        else:
-            return []
-        newest = max(row.versions[-1].policy_version for row in rows)
-        return [demonstration(given, limit=limit, version=newest, ends=ends)]
-
-    async def _taught(
-        self, work: _GroupWork, name: str, prompts: list[np.ndarray], rows: Sequence[Row]
-    ) -> dict[str, np.ndarray]:
-        """Return what the teacher of that name says of the tokens."""
-        work.asks = f"teacher {name}"
-        self._enter(work, "generating" if name == LIVE else "verifying")  # its engine is at work
-        teacher: Teacher = (
-            LivePolicy(self.parts.engine, self._config.algorithm.distill.teacher_top_k)
-            if name == LIVE
-            else self._frozen[name]
-        )
-        return await teacher_planes(teacher, prompts, rows)
 
     async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""
@@ -540,6 +485,10 @@ class GroupProducer(EngineHost):
         tokens = 0 if sampling is None else sampling.tokens
         await self._queue.fail(self.actor_id, [work.ticket], reason, [tokens])
         self._leave(work)
+
+    def _asks(self, work: _GroupWork, stage: str, whom: str) -> None:
+        work.asks = whom
+        self._enter(work, stage)
 
     def _enter(self, work: _GroupWork, stage: str) -> None:
         work.stage, work.since = stage, time.monotonic()

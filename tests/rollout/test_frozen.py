@@ -169,6 +169,22 @@ def test_a_demonstration_that_was_cut_says_so_and_strange_tokens_are_refused(
         assert parts.failed == {0: said, 1: said}
 
 
+def test_a_demonstration_is_asked_for_while_the_policy_generates() -> None:
+    parts, cancelled = Parts(engine=EngineError("one bad request")), []
+
+    class Slow:
+        async def respond(self, prompt: list[int], limit: int, seed: int | None) -> list[int]:
+            try:
+                return await asyncio.sleep(60, [5])
+            finally:
+                cancelled.append(len(parts.failed))
+
+    given = {"sft_loss_coef": 0.1, "sft_model": "big", "distill": {}}
+    actor = actor_of(parts, teacher={"big": Slow()}, algorithm=given)
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    assert {*parts.failed.values()} == {"EngineError: one bad request"} and len(cancelled) == 2
+
+
 def test_the_end_of_a_chat_is_that_of_its_template() -> None:
     tokenizer = Tokenizer()
     assert solved_ids(tokenizer, "p", "abc", (99, 7)) == [0, 1, 2, 99]
@@ -251,7 +267,9 @@ def test_a_teacher_that_there_is_not_is_told_before_anything_is_generated() -> N
     said = "frozen model poetry is named by a row, and is no teacher"
     assert parts.failed == {0: said, 1: said} and not parts.asked
     alone = actor_of(Parts(), teacher=Teacher())
-    assert alone._teacher_of(Problem("p", None, teacher="poetry")) == "teacher", "the only one"
+    assert alone._teaching._teacher_of(Problem("p", None, teacher="poetry")) == "teacher", (
+        "the only one"
+    )
 
 
 def test_rows_that_name_none_of_the_teachers_are_refused_before_a_start(tmp_path: Path) -> None:

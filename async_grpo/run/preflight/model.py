@@ -565,14 +565,14 @@ def _check_given(
         try:
             length = len(prompt_ids(tokenizer, teacher_prompt(problem, template)))
         except FrozenFailed:
-            bad.append(f"{place} has no `solution`: add it to the rows")
+            bad.append(f"{place} has no `solution`, add it to the rows")
             continue
         if length >= limit >= len(prompt_ids(tokenizer, problem.prompt)):
-            bad.append(f"of {place} it has {length} tokens: `rollout.prompt_length` must be more")
+            bad.append(f"{place} has {length} tokens with it, raise `rollout.prompt_length`")
     if len(bad) > config.task.max_bad_fraction * len(sample):
         raise SetupError(
-            f"`algorithm.distill.teacher_prompt` fits {len(bad)} of {len(sample)} sampled problems "
-            f"not; {bad[-1]}"
+            f"`algorithm.distill.teacher_prompt` does not fit {len(bad)} of {len(sample)} sampled "
+            f"problems: {bad[-1]}"
         )
 
 

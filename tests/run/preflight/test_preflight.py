@@ -676,7 +676,7 @@ def test_what_demonstrations_and_a_teacher_that_is_told_more_need(good: Path) ->
     assert given(good, sft_loss_coef=0.1) == given(good, **told) == []
     long = {"distill": {"teacher": "policy", "teacher_prompt": "12345{prompt}{solution}"}}
     with pytest.raises(
-        SetupError, match=r"of training problem \d+ it has 1\d tokens: `rollout.prompt_length` must"
+        SetupError, match=r"training problem \d+ has 1\d tokens with it, raise `rollout.prompt_"
     ):
         given(good, **long)
     for algorithm, key in (({"sft_loss_coef": 0.1}, "sft_loss_coef"), (told, "teacher_prompt")):
@@ -684,7 +684,7 @@ def test_what_demonstrations_and_a_teacher_that_is_told_more_need(good: Path) ->
             given(good, "tests.support.environments:TaskOfTold", **algorithm)
     with pytest.raises(SetupError, match=r"no sampled problem of task .* has a `solution`"):
         given(good, f"{__name__}:Unsolved", sft_loss_coef=0.1)
-    with pytest.raises(SetupError, match=r"fits \d+ of \d+ .* has no `solution`"):
+    with pytest.raises(SetupError, match=r"not fit \d+ of \d+ .* has no `solution`"):
         given(good, f"{__name__}:Unsolved", **told)
 
 
