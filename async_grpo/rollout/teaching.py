@@ -119,8 +119,8 @@ class Teaching:
             lesson.by, lesson.vocabulary = algorithm.sft_model, len(tokenizer)
             ids = prompt_ids(tokenizer, problem.prompt)
             asked = self._frozen[algorithm.sft_model].respond(ids, lesson.limit, seed)
-            lesson.given = asyncio.ensure_future(asked)
-            lesson.given.add_done_callback(_looked_at)
+            lesson.given = given = asyncio.ensure_future(asked)
+            given.add_done_callback(_looked_at)
         elif algorithm.sft_loss_coef and isinstance(problem.solution, str):
             lesson.given = solved_ids(tokenizer, problem.prompt, problem.solution, lesson.ends)
         return lesson

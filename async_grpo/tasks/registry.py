@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.runtime.variables import hide
@@ -70,7 +71,7 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
             f"task.name is {settings.name!r}, whose module {module_name} cannot be "
             f"imported: {_described(error)}"
         ) from error
-    factory = vars(module).get(class_name)
+    factory: Any = vars(module).get(class_name)
     if not callable(factory):
         raise TaskError(
             f"module {module_name} has no class "
