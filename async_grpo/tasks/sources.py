@@ -59,7 +59,7 @@ def read_rows(source: str, *, split: str) -> Iterator[Placed]:
         files = _at_address(source)
     elif path.is_dir() and (saved := _saved(path, split)) is not None:
         return _of_data_set(saved, source)
-    elif path.is_dir():
+    elif path.is_dir() and not _is_data_set(path):
         files = _in_directory(path, split)
     elif _PATTERN.search(source) and not path.exists():
         found = [one for one in sorted(_matching(path)) if one.is_file()]
@@ -88,6 +88,12 @@ def _local(path: Path) -> _File:
         return path.open("rb")
 
     return _File(str(path), opened)
+
+
+def _is_data_set(path: Path) -> bool:
+    """Return whether a directory's card says which of its files belong together, as on the hub."""
+    card = path / "README.md"
+    return card.is_file() and "\nconfigs:" in card.read_text("utf-8", "replace")
 
 
 def _in_directory(path: Path, split: str) -> list[_File]:

@@ -143,6 +143,24 @@ def test_what_datasets_saves_and_what_it_converts(tmp_path: Path) -> None:
         assert problems(tmp_path / name) == EXPECTED
 
 
+def test_a_directory_with_a_card_of_the_hub_is_read_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "data"
+    for name, part in (("main", TABLE), ("other", TABLE.slice(0, 1))):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train-0.parquet").write_bytes(as_parquet(part))
+    assert len(problems(folder)) == 4
+    card = "configs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: {name}/train*\n" for name in ("main", "other")
+    )
+    (folder / "README.md").write_text(f"---\n{card}---\nRows.\n")
+    assert problems(f"{folder}:main") == EXPECTED
+    with pytest.raises(TaskError, match=r"could not load data set .*Config name is missing"):
+        problems(folder)
+
+
 def test_a_null_of_a_table_is_a_key_that_is_not_given(tmp_path: Path) -> None:
     rows = [
         {"messages": [*MESSAGES], "answer": "2", "rewards": None},
