@@ -74,7 +74,8 @@ class Lesson:
         ids = self.given
         if isinstance(ids, asyncio.Task):
             asks("verifying", f"model {self.by}")
-            ids = await ids
+            if not (ids := await ids):
+                raise FrozenFailed(f"{self.by} gave no token")
             if strange := [one for one in ids if one >= self.vocabulary]:
                 raise FrozenFailed(f"{self.by} gave token {strange[0]}, which the policy has not")
         newest = max(row.versions[-1].policy_version for row in rows)

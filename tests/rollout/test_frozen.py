@@ -154,7 +154,7 @@ def test_a_frozen_model_gives_the_demonstration(seeded: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gives", "ended"), [([5] * 8, "length"), ([5] * 7 + [99], "stop"), ([5, 100], "")]
+    ("gives", "ended"), [([5] * 8, "length"), ([5] * 7 + [99], "stop"), ([5, 100], ""), ([], "")]
 )
 def test_a_demonstration_that_was_cut_says_so_and_strange_tokens_are_refused(
     gives: list[int], ended: str
@@ -165,7 +165,8 @@ def test_a_demonstration_that_was_cut_says_so_and_strange_tokens_are_refused(
     if ended:
         assert {decode_group(one).rows[-1].finish_reason for one in parts.sent} == {ended}
     else:
-        said = "frozen model big gave token 100, which the policy has not"
+        what = "token 100, which the policy has not" if gives else "no token"
+        said = f"frozen model big gave {what}"
         assert parts.failed == {0: said, 1: said}
 
 
