@@ -93,8 +93,8 @@ class Distill(Section):
 
     teacher: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Frozen model (a name under `frozen`) that says how probable it finds each sampled token;
-    `policy`: the policy itself, as its engine serves it, which `teacher_prompt` tells more; null:
-    none. Of a list, each row's `teacher` says which one, and the first has all other rows.
+    `policy`: the policy itself under `teacher_prompt`; null: none. Of a list, each row's `teacher`
+    says which one, and the first has all other rows.
     """
     coef: Above0 = 1.0
     """Weight of the teacher's log-prob minus the policy's in a token's advantage, which is the
@@ -274,11 +274,11 @@ class Algorithm(Section):
     """
     distill: Distill = Distill()
     sft_loss_coef: AtLeast0 = 0.0
-    """Weight of the cross-entropy of one given response to each prompt, a mean over their tokens in
-    an update; beside the policy loss, whose responses are sampled. 0: none.
+    """Weight of the cross-entropy of demonstrations in the loss: one for each prompt, a mean over
+    their tokens in an update. 0: none.
     """
     sft_model: str | None = None
-    """Frozen model whose response to the prompt is given; null: the problem's worked solution."""
+    """Frozen model whose response is the demonstration; null: the problem's worked solution."""
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = True

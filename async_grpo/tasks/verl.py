@@ -2,8 +2,8 @@
 extra_info)` as `task.name: module:compute_score`, on rows in verl's layout.
 
 Runs in: the driver, the rollout actors and verifier children. Hides verl's form. Reward `score`:
-what the function returns, or its `score` in a mapping; `correct`: `acc` of the mapping, else
-whether the score is at least 1.
+what the function returns, or its `score` in a mapping; `correct`: whether `acc` of the mapping,
+or else the score, is at least 1.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class VerlReward(RowTask):
         source, truth, extra = reference
         facts = dict(zip(ARGUMENTS, (source, response, truth, extra), strict=True))
         found = self._function(**{name: facts[name] for name in self._takes})
-        score, correct = found, None
+        score = right = found
         if isinstance(found, Mapping):
-            score, correct = found["score"], found.get("acc")
-        correct = float(score) >= 1 if correct is None else bool(correct)
-        return Score({"score": float(score)}, float(correct))
+            score = found["score"]
+            right = found.get("acc", score)
+        return Score({"score": float(score)}, float(float(right) >= 1))

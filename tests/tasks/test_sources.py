@@ -237,6 +237,9 @@ def plain(solution_str, ground_truth, **others):
 def strict(solution_str, ground_truth):
     return 0.7
 
+def graded(solution_str, ground_truth):
+    return {"score": 1.0, "acc": 0.5 + 0.5 * (solution_str == ground_truth)}
+
 async def waits(solution_str, ground_truth): ...
 """
 
@@ -251,6 +254,7 @@ def test_a_reward_function_of_verl_runs_unchanged(
         ("compute_score", (0.5, 0.0), (1.5, 1.0)),
         ("plain", (0.0, 0.0), (1.0, 1.0)),
         ("strict", (0.7, 0.0), (0.7, 0.0)),
+        ("graded", (1.0, 0.0), (1.0, 1.0)),
     ):
         for layout in (None, "verl"):
             source = {"train": str(tmp_path / "rows.parquet"), "layout": layout}
