@@ -28,7 +28,8 @@ Z = 1.959963984540054
 @dataclass(frozen=True, slots=True)
 class ProblemOutcome:
     """One held-out problem: whether the greedy response is right, how many samples are right;
-    responses judged, and not scorable; tokens of the greedy response and of the samples.
+    responses judged, and not scorable; tokens of the greedy response and of the samples; its task,
+    of several.
     """
 
     greedy: bool
@@ -37,6 +38,7 @@ class ProblemOutcome:
     errors: int
     greedy_tokens: int
     sampled_tokens: int
+    task: str = ""
 
 
 # problems share the few values that there are, and large binomials take a while
@@ -73,7 +75,9 @@ def powers_of_two(n: int) -> Iterator[int]:
 
 
 def metrics(outcomes: Sequence[ProblemOutcome], *, n: int) -> dict[str, float]:
-    """`eval/...` of one or more problems with `n` samples each."""
+    """`eval/...` of one or more problems with `n` samples each; of several tasks the accuracy of
+    each too.
+    """
     out = {
         "eval/problems": float(len(outcomes)),
         "eval/errors": float(sum(one.errors for one in outcomes)),
@@ -86,10 +90,10 @@ def metrics(outcomes: Sequence[ProblemOutcome], *, n: int) -> dict[str, float]:
         )
     if not any(one.judged for one in outcomes):
         return out
-    right = sum(one.greedy for one in outcomes)
-    out |= _with_interval(
-        "eval/accuracy_greedy", right / len(outcomes), wilson(right, len(outcomes))
-    )
+    for task in sorted({one.task for one in outcomes} | {""}):
+        own = [one.greedy for one in outcomes if task in ("", one.task)]
+        name = f"eval/accuracy_greedy/{task}" if task else "eval/accuracy_greedy"
+        out |= _with_interval(name, sum(own) / len(own), wilson(sum(own), len(own)))
     for k in powers_of_two(n):
         values = [pass_at_k(n, one.right, k) for one in outcomes]
         out |= _with_interval(f"eval/pass_at_{k}", sum(values) / len(values), mean_interval(values))

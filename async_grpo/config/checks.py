@@ -15,7 +15,7 @@ from async_grpo.config.algorithm_checks import ALGORITHM_RULES
 from async_grpo.config.deepspeed_keys import unknown_keys
 from async_grpo.config.frozen_checks import frozen_models, judges
 from async_grpo.config.plugins import check_plugins
-from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config, FilterGroups
 from async_grpo.config.section import Section
 from async_grpo.config.transports import TRANSPORTS, Transport
 from async_grpo.config.vllm_keys import SPECULATION, refused_arguments
@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     or an option that no plugin has.
     """
     known = check_plugins(config)
-    run = (_sizes, _run, _trained, _batches, _staleness, _partial)
+    run = (_sizes, _run, _tasks, _trained, _batches, _staleness, _partial)
     sentences = [sentence for rules in run for sentence in rules(config)]
     sentences += [sentence for rules in ALGORITHM_RULES for sentence in rules(config, known)]
     operation = (_learner, _evaluation, _tracking, _cluster, frozen_models, judges)
@@ -77,7 +77,7 @@ def _run(config: Config) -> Iterator[str]:
     if (run.total_steps is None) == (run.epochs is None):
         both = "both are" if run.epochs is not None else "neither is"
         yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
-    if "PYTHONPATH" in config.task.env_vars:
+    if "PYTHONPATH" in config.env_vars:
         yield "`task.env_vars` names PYTHONPATH; the task's code has that of the run: remove it."
     if run.name in (".", ".."):
         yield (
@@ -98,6 +98,50 @@ def _run(config: Config) -> Iterator[str]:
                 f"{heads}: hidden_size / heads must be one of the head sizes that the engines' "
                 f"attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
             )
+
+
+def _tasks(config: Config) -> Iterator[str]:
+    """Find what one of several tasks cannot have for itself."""
+    rollout, common = config.rollout, config.replay.filter_groups
+    starts = sorted({start for one in config.tasks.values() for start, _ in one.weights})
+    for name, one in config.tasks.items():
+        key, steps = f"tasks.{name}", [step for step, _ in one.weights]
+        if steps[:1] != [0] or steps != sorted({int(step) for step in steps}):
+            yield (
+                f"`{key}.weight` is {one.weight}: pairs of a learner step, from 0 on and rising, "
+                "and a weight."
+            )
+            return
+        for size in ("group_size", "response_length"):
+            own, most = getattr(one, size), getattr(rollout, size)
+            if own is not None and own > most:
+                yield f"`{key}.{size}` is {own}; the most is `rollout.{size}`, {most}."
+        if one.group_size == 1 and rollout.group_size > 1:
+            yield f"`{key}.group_size` is 1: a group has responses to compare, at least 2."
+        if one.rewards_norm != config.task.rewards_norm:
+            yield f"`{key}.rewards_norm` is for all tasks: set `task.rewards_norm`."
+        if one.verifier.on_error != config.task.verifier.on_error:
+            yield f"`{key}.verifier.on_error` is for all tasks: set `task.verifier.on_error`."
+        for limit in ("retire_at", "max_num_gen_batches") if one.filter_groups else ():
+            own = getattr(one.filter_groups, limit)
+            if own not in (FilterGroups.model_fields[limit].default, getattr(common, limit)):
+                yield f"`{key}.filter_groups.{limit}` is for all tasks: set it in `replay`."
+        if one.teacher is not None and one.teacher not in config.algorithm.distill.teachers:
+            yield (
+                f"`{key}.teacher` is {one.teacher}, which `algorithm.distill.teacher` does not "
+                "name."
+            )
+    for start in starts:
+        held = [
+            [w for step, w in one.weights if step <= start][-1] for one in config.tasks.values()
+        ]
+        if not any(held):
+            yield f"All weights of `tasks` are 0 at step {start:g}: one of them must be above 0."
+    if config.replay.quota == "trained" and common.enable and common.retire_at is not None:
+        yield (
+            "`replay.quota` is trained, and `replay.filter_groups.retire_at` may leave a task "
+            "without problems: choose one of the two."
+        )
 
 
 def _trained(config: Config) -> Iterator[str]:

@@ -25,7 +25,7 @@ def frozen_models(config: Config) -> Iterator[str]:
         yield from _logprobs(config, "cluster.engine", config.cluster.engine)
     if LIVE in config.frozen:
         yield f"`frozen.{LIVE}` has the name of the policy: choose another."
-    used += [(f"task.judges.{name}.model", one.model) for name, one in config.task.judges.items()]
+    used += [(f"{key}.model", one.model) for key, one in config.judges.items()]
     for key, model in used:
         if model not in config.frozen:
             there = ", ".join(config.frozen) or "none"
@@ -37,8 +37,8 @@ def frozen_models(config: Config) -> Iterator[str]:
 def _frozen_model(config: Config, name: str, model: FrozenModel, used: list[str]) -> Iterator[str]:
     """Check one of them. used: the settings that name it."""
     kinds = {
-        config.task.judges[key.split(".")[2]].kind
-        if key.startswith("task.")
+        config.judges[key.removesuffix(".model")].kind
+        if key.startswith("task")
         else key.rpartition(".")[2]: key
         for key in used
     }
@@ -109,8 +109,8 @@ def _changed(section: Section, keys: set[str]) -> list[str]:
 
 def judges(config: Config) -> Iterator[str]:
     """Find settings of a judge that contradict each other."""
-    for name, judge in config.task.judges.items():
-        key, kind = f"task.judges.{name}", judge.kind
+    for key, judge in config.judges.items():
+        kind = judge.kind
         of = {"pointwise": {"criteria", "scale"}, "reward_model": {"mean", "std", "clip"}}
         asked = {"prompt", "reasoning", "max_tokens"}
         others = set().union(*(keys for each, keys in of.items() if each != kind))

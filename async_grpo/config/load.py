@@ -27,7 +27,7 @@ from async_grpo.config.checks import RuleError
 from async_grpo.config.docs import Setting, options, settings, show, single_line, spelled
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import Config, MixedTask
 from async_grpo.config.section import Section
 from async_grpo.config.stored import answers, renewed
 from async_grpo.config.unused import unused
@@ -373,6 +373,7 @@ def resolve(
             "with ASYNC_GRPO_HOME set."
         )
     changes: dict[str, dict[str, Any]] = {"run": {"dir": str(directory)}}
+    tasks = dict(config.tasks)
     if not _throw_away(here):
         for section, names in (("model", ("path", "reference")), ("task", ("train", "eval"))):
             given = getattr(config, section).model_dump(include=set(names))
@@ -381,17 +382,23 @@ def resolve(
                 for name, path in given.items()
                 if path and (here / path).exists()
             }
+        tasks = {name: _absolute(one, here) for name, one in config.tasks.items()}
         other = config.evaluation.task
         if other is not None and other.eval is not None and (here / other.eval).exists():
             changes["evaluation"] = {
                 "task": other.model_copy(update={"eval": str(here / other.eval)})
             }
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=values)
-            for section, values in changes.items()
-        }
-    )
+    sections = {
+        section: getattr(config, section).model_copy(update=values)
+        for section, values in changes.items()
+    }
+    return config.model_copy(update={**sections, "tasks": tasks})
+
+
+def _absolute(task: MixedTask, here: Path) -> MixedTask:
+    data = {"train": task.train, "eval": task.eval}
+    there = {key: str(here / path) for key, path in data.items() if path and (here / path).exists()}
+    return task.model_copy(update=there)
 
 
 def _home(env: Mapping[str, str]) -> Path:
@@ -453,6 +460,8 @@ def preflight_files(config: Config) -> None:
         ("task.train", config.task.train),
         ("task.eval", config.task.eval),
         ("evaluation.task.eval", None if other is None else other.eval),
+        *((f"tasks.{name}.train", one.train) for name, one in config.tasks.items()),
+        *((f"tasks.{name}.eval", one.eval) for name, one in config.tasks.items()),
     ):
         if data is not None:
             _check_data(key, data)

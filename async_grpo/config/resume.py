@@ -34,6 +34,7 @@ _SINCE = (
     "algorithm.sft_model",
     "learner.kernels",
     "task.judges",
+    "tasks",
 )
 """Settings that digests count since there were digests: at their default they are left out."""
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})

@@ -8,6 +8,7 @@ holds the rules that span several sections.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +21,8 @@ from async_grpo.config.frozen import FrozenModel, Judge
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
+    Above0,
+    AtLeast0,
     Fraction,
     ModuleName,
     NonNegative,
@@ -27,6 +30,7 @@ from async_grpo.config.section import (
     Seconds,
     Section,
     fixed,
+    overlaid,
     warn,
 )
 from async_grpo.config.transports import BACKENDS, Senders
@@ -404,6 +408,33 @@ class FilterGroups(Section):
     """End the run after this many times `rollout_batch_size` rejections in a step; 0: no limit."""
 
 
+class MixedTask(TaskConfig):
+    """A task of several. What it does not say is as in `task`."""
+
+    weight: Above0 | list[Annotated[list[AtLeast0], Field(min_length=2, max_length=2)]] = 1.0
+    """Its share of the groups, in proportion; or pairs of a learner step and the weight from then
+    on, the first of step 0.
+    """
+    group_size: Positive | None = None
+    """Responses sampled per prompt, at most `rollout.group_size`; null: as many."""
+    response_length: Positive | None = None
+    """Longest response in tokens, at most `rollout.response_length`; null: as long."""
+    filter_groups: FilterGroups | None = None
+    """Its own filter; null: `replay.filter_groups`."""
+    teacher: str | None = None
+    """Which of `algorithm.distill.teacher` teaches it, where its rows name none."""
+
+    @property
+    def alone(self) -> TaskConfig:
+        """The task without what is for several."""
+        return TaskConfig.model_validate(self.model_dump(include=set(TaskConfig.model_fields)))
+
+    @property
+    def weights(self) -> list[list[float]]:
+        """Pairs of a learner step and the weight from then on."""
+        return [[0, self.weight]] if isinstance(self.weight, float) else self.weight
+
+
 class Wire(Section):
     """Limit what crosses processes."""
 
@@ -454,6 +485,10 @@ class Replay(Section):
     max_attempts: Positive = 3
     """Attempts at a group that may fail (or become too old) before it is failed (or expired)."""
     filter_groups: FilterGroups = FilterGroups()
+    quota: Annotated[Literal["issued", "trained"], warn("which of `tasks` comes when")] = "issued"
+    """Weights of `tasks` are exact shares of the groups issued; `trained`: of those that filters
+    and failures leave, a lost group is followed by one of the same task.
+    """
     plugins: list[ModuleName] = Field([])
     """Modules of yours that register group filters; the queue imports them: no torch in them."""
     journal: Journal = Journal()
@@ -561,6 +596,13 @@ class Config(Section):
     has an engine of its own, or an address, and is used where a setting names it.
     """
     task: TaskConfig = TaskConfig()
+    tasks: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[a-z]\w{0,31}$")], MixedTask],
+        warn("which problems are posed: groups completed before are generated again", trains=True),
+    ] = Field({})
+    """Several tasks, by names of yours: `{sums: {name: jsonl, train: ..., weight: 3}}`, each with
+    data, rewards and verifier of its own. What one does not say is as in `task`.
+    """
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     endpoint: EndpointConfig = EndpointConfig()
@@ -575,6 +617,21 @@ class Config(Section):
     watchdog: Watchdog = Watchdog()
     cluster: Cluster = Cluster()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _inherited(cls, given: Any) -> Any:
+        """Give each of `tasks` what it does not say itself."""
+        if not isinstance(given, Mapping) or not isinstance(given.get("tasks"), Mapping):
+            return given
+        common = given.get("task") or {}
+        if isinstance(common, TaskConfig):
+            common = common.model_dump(exclude_unset=True)
+        tasks = {
+            name: overlaid(common, one) if isinstance(one, Mapping) else one
+            for name, one in given["tasks"].items()
+        }
+        return {**given, "tasks": tasks}
+
     @model_validator(mode="after")
     def _cross_field(self) -> Config:
         from async_grpo.config.checks import check
@@ -586,6 +643,52 @@ class Config(Section):
     def frozen_here(self) -> dict[str, FrozenModel]:
         """Frozen models with an engine of their own."""
         return {name: one for name, one in self.frozen.items() if one.url is None}
+
+    @property
+    def posed(self) -> str:
+        """Name of the task in `tasks` that this is the configuration of (`of_task`), or ""."""
+        return next(iter(self.tasks)) if len(self.tasks) == 1 else ""
+
+    @property
+    def posed_tasks(self) -> dict[str, TaskConfig]:
+        """The tasks by name: `tasks`, or `task` alone under ""."""
+        return dict(self.tasks) if self.tasks else {"": self.task}
+
+    @property
+    def judges(self) -> dict[str, Judge]:
+        """The judges of all tasks, by their keys."""
+        return {
+            f"tasks.{task}.judges.{name}" if task else f"task.judges.{name}": judge
+            for task, settings in self.posed_tasks.items()
+            for name, judge in settings.judges.items()
+        }
+
+    @property
+    def env_vars(self) -> list[str]:
+        """`task.env_vars` of all tasks."""
+        tasks = self.posed_tasks.values()
+        return list(dict.fromkeys(name for one in tasks for name in one.env_vars))
+
+    def of_task(self, name: str) -> Config:
+        """Return the configuration as one of `tasks` has it; "": as it is."""
+        if not name:
+            return self
+        own, rollout = self.tasks[name], self.rollout
+        sizes = {
+            "group_size": own.group_size or rollout.group_size,
+            "response_length": own.response_length or rollout.response_length,
+        }
+        replay = self.replay
+        if own.filter_groups is not None:
+            replay = replay.unchecked_copy(update={"filter_groups": own.filter_groups})
+        return self.unchecked_copy(
+            update={
+                "task": own.alone,
+                "tasks": {name: own},
+                "rollout": rollout.unchecked_copy(update=sizes),
+                "replay": replay,
+            }
+        )
 
     @property
     def mini_batch_groups(self) -> int:

@@ -83,3 +83,13 @@ class Section(BaseModel):
     def unchecked_copy(self, *, update: Mapping[str, Any]) -> Self:
         """Copy with values that together no file could have, for a part that is looked at alone."""
         return super().model_copy(update=update)
+
+
+def overlaid(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `own`, with what it does not say from `common`, also inside mappings."""
+    both = {
+        name: overlaid(common[name], value)
+        for name, value in own.items()
+        if isinstance(value, Mapping) and isinstance(common.get(name), Mapping)
+    }
+    return {**common, **own, **both}

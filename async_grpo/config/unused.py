@@ -48,6 +48,7 @@ def _unlike(owner: str, idle: object, wanted: str, *keys: str) -> _Owned:
 
 
 OWNED = (
+    _unlike("tasks", {}, "two or more", "replay.quota"),
     _on("algorithm.use_kl_loss", "algorithm.kl_loss_coef", "algorithm.kl_loss_type"),
     _on("algorithm.dual_clip_loss", "algorithm.clip_ratio_c"),
     _on("algorithm.overlong_buffer.enable", "algorithm.overlong_buffer"),

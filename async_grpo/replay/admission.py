@@ -1,5 +1,5 @@
-"""Divides free slots among rollout actors, retires problems that are answered right, and tells when
-a run has nothing left to learn from.
+"""Divides free slots among rollout actors, retires problems that are answered right, keeps the
+shares of tasks, and tells when a run has nothing left to learn from.
 
 Runs in: the replay queue's process. Hides the count of free slots, the memory of who asked, and how
 a group id becomes a problem; the set of retired problems is the ledger's. With
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from async_grpo.algo.filters import accuracy
 from async_grpo.errors import NoSignal, SetupError
+from async_grpo.replay.events import Event, Expire, Fail, Reject
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.partial import PartialStart
@@ -74,6 +75,41 @@ class Retirement:
         return self._problem(group_id)
 
 
+class TaskShares:
+    """Rule of `settings.replaces_lost`: a group that is lost is followed by another of its task, so
+    that the others have exact shares. Idle without.
+    """
+
+    def __init__(self, settings: QueueSettings, ledger: Ledger) -> None:
+        self._task_of = settings.task_of if settings.replaces_lost else None
+        self._ledger = ledger
+
+    def owes(self, event: Event) -> str | None:
+        """Return the task that has lost a group by this event, or None."""
+        if self._task_of is None or not isinstance(event, Reject | Fail | Expire):
+            return None
+        record = self._ledger.record(event.group_id)
+        lost = record is not None and record[1] in _LOST
+        return self._task_of(event.group_id) if lost else None
+
+    def skips(self, group_id: int) -> bool:
+        """Whether another task than that of this id comes next."""
+        if self._task_of is None:
+            return False
+        ledger, wanted = self._ledger, self.due
+        if wanted is None:
+            followed = ledger.totals["owed"] - ledger.owed.total()
+            issued = ledger.next_group_id - ledger.closed[State.SKIPPED]
+            wanted = self._task_of(issued - followed)
+        return self._task_of(group_id) != wanted
+
+    @property
+    def due(self) -> str | None:
+        """The task of a lost group that none has followed yet, or None."""
+        return min((task for task, count in self._ledger.owed.items() if count), default=None)
+
+
+_LOST = (State.REJECTED, State.FAILED, State.EXPIRED)
 POLL_MEMORY_S = 2.0
 """Seconds for which an actor that asked for work counts in the division of free slots."""
 

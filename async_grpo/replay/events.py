@@ -26,7 +26,9 @@ class Issue(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """`number` new ids from `group_id` on pose retired problems: nobody produces them."""
+    """`number` new ids from `group_id` on pose retired problems, or are of tasks whose turn it is
+    not: nobody produces them.
+    """
 
     group_id: int
     number: int
@@ -85,6 +87,13 @@ class Retire(NamedTuple):
     """A problem is posed no more."""
 
     problem: int
+
+
+class Owe(NamedTuple):
+    """A group of this task was lost (1), or another one follows it (-1)."""
+
+    task: str
+    number: int
 
 
 class Refuse(NamedTuple):
@@ -148,6 +157,7 @@ Event = (
     | Drop
     | Forfeit
     | Retire
+    | Owe
     | Refuse
     | Waste
     | Sampled

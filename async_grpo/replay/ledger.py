@@ -117,6 +117,8 @@ class Ledger:
         self.failed_before = 0
         """Groups that had failed for good when this start of the run began."""
         self.retired: set[int] = set()
+        self.owed: Counter[str] = Counter()
+        """Lost groups by task, which none of the same task has followed yet (`replay.quota`)."""
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
@@ -174,6 +176,9 @@ class Ledger:
                 self.totals["forfeited"] += len(self.held.get(actor_id, ()))
             case events.Retire(problem):
                 self.retired.add(problem)
+            case events.Owe(task, number):
+                self.owed[task] += number
+                self.totals["owed"] += max(0, number)
             case events.Refuse(status):
                 self.totals[status] += 1
             case events.TakeBatch():
@@ -406,7 +411,7 @@ class Ledger:
         for name in _PLAIN:
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
-            getattr(ledger, name).update(snapshot[name])
+            getattr(ledger, name).update(snapshot.get(name, {}))  # older ones have no `owed`
         ledger.closed = Counter({State(name): count for name, count in snapshot["closed"].items()})
         ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
         ledger.tokens = Tokens.from_snapshot(snapshot["tokens"])
@@ -446,4 +451,4 @@ _PLAIN = (
     *("next_group_id", "steps", "live", "training_step", "over"),
     *("failed_before", "run_epoch", "epoch_step"),
 )
-_COUNTERS = ("closed", "totals", "rejected", "failed", "rejected_now", "failed_now")
+_COUNTERS = ("closed", "totals", "rejected", "failed", "rejected_now", "failed_now", "owed")

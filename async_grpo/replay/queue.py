@@ -45,7 +45,7 @@ import numpy as np
 from async_grpo.algo.catalog import import_plugins
 from async_grpo.replay import events
 from async_grpo.replay.actor_reports import ActorReport, ActorReports
-from async_grpo.replay.admission import Admission, Retirement, check_signal
+from async_grpo.replay.admission import Admission, Retirement, TaskShares, check_signal
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
@@ -67,7 +67,7 @@ from async_grpo.wire.codec import (
 )
 
 MAX_SKIPS = 4096
-"""Ids of retired problems that one `acquire` skips (tens of milliseconds); the next one goes on."""
+"""Ids that one `acquire` skips (tens of milliseconds); the next one goes on."""
 TICKET_GRACE_S = 5.0
 """Seconds that an actor, which can say why its group failed, has beyond a ticket's deadline."""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
@@ -128,6 +128,7 @@ class ReplayQueue:
             max_attempts=settings.max_attempts,
         )
         self._retirement = Retirement(settings, self._ledger.retired)
+        self._shares = TaskShares(settings, self._ledger)
         self._outstanding = OutstandingLimit(settings)
         self._admission = Admission(
             settings,
@@ -407,6 +408,8 @@ class ReplayQueue:
         """Make an event happen: first in the journal, then in the ledger."""
         place = None if self._journal is None else self._journal.append_event(event, frame or b"")
         self._ledger.apply(event, now=self._clock(), meta=meta, frame=frame, place=place)
+        if (task := self._shares.owes(event)) is not None:
+            self.record(events.Owe(task, 1))
         if self._journal is not None and self._journal.full:
             self.begin_segment()
 
@@ -430,8 +433,7 @@ class ReplayQueue:
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
         """Issue `count` tickets: waiting groups first, then new ids, under the live version unless
-        a group continues. Fewer only where `MAX_SKIPS` ids of retired problems lie before the new
-        ones.
+        a group continues. Fewer only where `MAX_SKIPS` ids to skip lie before the new ones.
         """
         ledger = self._ledger
         again = self._admission.again()[:count]
@@ -441,11 +443,15 @@ class ReplayQueue:
         given, end = [group_id for group_id, _ in again], ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
-            while group_id < end and self._retirement.skips(group_id):
+            while group_id < end and (
+                self._retirement.skips(group_id) or self._shares.skips(group_id)
+            ):
                 group_id += 1
             if group_id > first:
                 self.record(events.Skip(first, group_id - first))
             if group_id < end:
+                if (task := self._shares.due) is not None:
+                    self.record(events.Owe(task, -1))
                 self.record(events.Issue(group_id, 1, actor_id, ledger.live))
                 given.append(group_id)
         return [ledger.ticket(ledger.entries[group_id]) for group_id in given]
@@ -490,18 +496,18 @@ class ReplayQueue:
         entry = ledger.held.get(actor_id, {}).get(meta.group_id)
         if entry is None or entry.attempt != meta.attempt:
             return self._answer_again(meta)
-        settings, rule = self.settings, self.settings.filter
+        settings, rule = self.settings, self.settings.rule_of(meta.group_id)
         problem = problem_of(
             meta,
             ledger.ticket(entry),
             newest_version=ledger.newest_version,
-            group_size=settings.group_size,
+            group_size=rule.group_size,
             baseline=settings.baseline,
         )
         if problem is not None:
             return self._refuse(actor_id, ticket, problem)
         try:
-            reason = None if rule is None else rejection(meta, rule, settings.shaping)
+            reason = rejection(meta, rule.filter, settings.shaping) if rule.filter else None
         except ValueError as error:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:

@@ -352,6 +352,7 @@ def _identity(config: Config, fingerprint: str) -> str:
         "data": fingerprint,
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
         "task": config.task.model_dump(exclude=_NOT_OF_GROUPS),
+        **({"tasks": _of_tasks(config)} if config.tasks else {}),
         "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
@@ -374,13 +375,18 @@ def _identity(config: Config, fingerprint: str) -> str:
         parts |= {"teacher_prompt": distill.teacher_prompt} if distill.teacher_prompt else {}
     if algorithm.sft_loss_coef:
         parts["sft"] = algorithm.sft_model and model(algorithm.sft_model)
-    if judges := config.task.judges:
+    if judges := {key.removeprefix("task.judges."): one for key, one in config.judges.items()}:
         who = {"path", "dtype", "url", "served_name"}
         parts["judges"] = {
             name: [judge.model_dump(), config.frozen[judge.model].model_dump(include=who)]
             for name, judge in judges.items()
         }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _of_tasks(config: Config) -> dict[str, Any]:
+    unlike = {*_NOT_OF_GROUPS, "filter_groups", "teacher"}
+    return {name: one.model_dump(exclude=unlike) for name, one in config.tasks.items()}
 
 
 def open_queue(

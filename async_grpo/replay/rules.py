@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -25,6 +25,35 @@ OnStale = Literal["wait", "mask", "expire"]
 
 
 @dataclass(frozen=True)
+class TaskRule:
+    """What groups of a task must be like. filter: None rejects nothing."""
+
+    group_size: int
+    filter: FilterRule | None
+
+    @classmethod
+    def of(cls, config: Config) -> TaskRule:
+        """Read it from the configuration that the task has."""
+        return cls(config.rollout.group_size, _filter_rule(config))
+
+
+def _filter_rule(config: Config) -> FilterRule | None:
+    filters = config.replay.filter_groups
+    if not filters.enable:
+        return None
+    return FilterRule(
+        metric=filters.metric,
+        tolerance=filters.tolerance,
+        zero_variance=filters.zero_variance,
+        accuracy_low=filters.accuracy_low,
+        accuracy_high=filters.accuracy_high,
+        all_truncated=filters.all_truncated,
+        custom=None if filters.custom is None else filters.custom.name,
+        options={} if filters.custom is None else filters.custom.values,
+    )
+
+
+@dataclass(frozen=True)
 class QueueSettings:
     """What the queue needs to know of a run, from `trained_steps` and `next_group_id` on; can be
     pickled.
@@ -36,6 +65,8 @@ class QueueSettings:
     waits for ever. `max_failed_fraction`: more failures for good end the run. With `retire_at`, a
     problem answered right at that rate is posed no more: `problem(group_id)` is its index below
     `problems`, and each occurs once in every run of `problems` ids that starts at a multiple of it.
+    Of several tasks, `task_of(group_id)` is the one of a group, and `tasks` has their rules; with
+    `replaces_lost`, groups that are lost are followed by others of the same task.
     `plugins`: modules that register the filter.
     Raises ValueError where they do not fit.
     """
@@ -59,6 +90,9 @@ class QueueSettings:
     retire_at: float | None = None
     problem: Callable[[int], int] | None = None
     problems: int = 0
+    task_of: Callable[[int], str] | None = None
+    tasks: Mapping[str, TaskRule] = field(default_factory=dict)
+    replaces_lost: bool = False
     max_frame_bytes: int | None = None
     trained_steps: int = 0
     next_group_id: int = 0
@@ -74,19 +108,10 @@ class QueueSettings:
         trained_steps: int,
         problem: Callable[[int], int],
         problems: int,
+        task_of: Callable[[int], str],
     ) -> QueueSettings:
         """Read the settings from the run's configuration."""
         filters, replay = config.replay.filter_groups, config.replay
-        rule = FilterRule(
-            metric=filters.metric,
-            tolerance=filters.tolerance,
-            zero_variance=filters.zero_variance,
-            accuracy_low=filters.accuracy_low,
-            accuracy_high=filters.accuracy_high,
-            all_truncated=filters.all_truncated,
-            custom=None if filters.custom is None else filters.custom.name,
-            options={} if filters.custom is None else filters.custom.values,
-        )
         return cls(
             rollout_batch_size=config.rollout.rollout_batch_size,
             max_staleness=replay.max_staleness,
@@ -95,7 +120,7 @@ class QueueSettings:
             max_attempts=replay.max_attempts,
             max_num_gen_batches=filters.max_num_gen_batches,
             shaping=shaping,
-            filter=rule if filters.enable else None,
+            filter=_filter_rule(config),
             order=replay.order,
             on_stale=replay.on_stale,
             outstanding=None if replay.outstanding == "auto" else replay.outstanding,
@@ -107,6 +132,9 @@ class QueueSettings:
             retire_at=filters.retire_at if filters.enable else None,
             problem=problem,
             problems=problems,
+            task_of=task_of if config.tasks else None,
+            tasks={name: TaskRule.of(config.of_task(name)) for name in config.tasks},
+            replaces_lost=replay.quota == "trained",
             max_frame_bytes=config.wire.max_frame_bytes,
             trained_steps=trained_steps,
             plugins=tuple(replay.plugins),
@@ -133,6 +161,12 @@ class QueueSettings:
     def capacity(self) -> int:
         """B = (K + 1) R: groups that may hold a slot."""
         return (self.max_staleness + 1) * self.rollout_batch_size
+
+    def rule_of(self, group_id: int) -> TaskRule:
+        """Return the rule of a group's task."""
+        if self.task_of is None:
+            return TaskRule(self.group_size, self.filter)
+        return self.tasks[self.task_of(group_id)]
 
     @property
     def order_rule(self) -> Order:

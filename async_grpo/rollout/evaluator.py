@@ -1,8 +1,8 @@
 """Answers held-out problems, and gives the probe responses that compare engine and learner.
 
 Runs in: rollout actors, whose engine may generate training groups at the same time. Hides how many
-requests run at once, which prompts are probes, and the verifiers of `evaluation.task`, which start
-with the first evaluation.
+requests run at once, which prompts are probes, and that `evaluation.task` starts with the first
+evaluation.
 
 Invariant: every answer comes whole from the weights that the caller names, or the call fails.
 """
@@ -10,25 +10,24 @@ Invariant: every answer comes whole from the weights that the caller names, or t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
-from async_grpo.config.schema import Config, RolloutConfig, TaskConfig
-from async_grpo.environments.base import HasEnvironment
+from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, Engine, EngineError, Sampling
 from async_grpo.rollout.episodes import Episode, PromptTooLong
 from async_grpo.rollout.players import Player
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.runtime.text import dialogue
-from async_grpo.tasks.base import Problem, Score, Task
+from async_grpo.tasks.base import Problem, Problems, Score, Task
 from async_grpo.tasks.registry import create_task
-from async_grpo.tasks.verifier import VerifierError, VerifierPool
+from async_grpo.tasks.verifier import VerifierError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +40,27 @@ class _Answer:
 
 
 class EngineEvaluator:
-    """Answers the held-out problems of one task."""
+    """Answers the held-out problems of a run."""
 
     def __init__(
         self,
         config: Config,
         *,
         engine: Engine,
-        task: Task,
-        verifiers: VerifierPool,
+        task: Problems,
+        posed: Mapping[str, PosedTask],
+        pose: Callable[[Config, Task], PosedTask],
         encode: Callable[[Problem], list[int]],
         text: Callable[[Completion], str],
-        player: Callable[[TaskConfig, Task], Awaitable[Player]],
-        cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: of training. encode: or PromptTooLong. player: of a
-        task with environments. cpu: for more verifiers.
-        """
+        """task, posed: of training. pose: another task. encode: or PromptTooLong."""
         self._config, self._engine = config, engine
-        self._cpu = cpu
         self._encode, self._text = encode, text
-        self._player = player
-        self._playing: Player | None = None
-        self._own = config.evaluation.task is not None
-        self._task = task
-        if self._own:
-            made = create_task(config.evaluated_task, config.seed)
-            self._task = with_tools(made, config.environment.tools)
-        self._verifiers: VerifierPool | None = None if self._own else verifiers
-        self._starting = asyncio.Lock()
+        self._task, self._posed = task, posed
+        if config.evaluation.task is not None:
+            other = create_task(config.evaluated_task, config.seed)
+            own = config.unchecked_copy(update={"task": config.evaluated_task, "tasks": {}})
+            self._task, self._posed = other, {"": pose(own, other)}
 
     async def answer(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
@@ -89,18 +80,24 @@ class EngineEvaluator:
         )
         shown = list(zip(indices, judged, strict=True))[:samples]
         rows = [_row(problems[index], *one) for index, one in shown]
-        return [_outcome(answer, results, n=n) for answer, results in judged], rows
+        outcomes = [
+            _outcome(answer, results, n=n, task=problems[index].task)
+            for index, (answer, results) in zip(indices, judged, strict=True)
+        ]
+        return outcomes, rows
 
     async def close(self) -> None:
         """Stop the verifiers of `evaluation.task`."""
-        if self._own and self._verifiers is not None:
-            await self._verifiers.close()
+        if self._config.evaluation.task is not None:
+            await self._posed[""].close()
 
     async def _one(
         self, problem: Problem, index: int, label: str, slots: asyncio.Semaphore
     ) -> tuple[_Answer, list[Score | VerifierError]]:
         """Answer and score a problem, inside one slot: training groups need the verifiers too."""
-        evaluation, rollout = self._config.evaluation, self._config.rollout
+        posed = self._posed[problem.task]
+        await posed.start()
+        evaluation, rollout = self._config.evaluation, posed.config.rollout
         greedy = Sampling(
             n=1,
             max_tokens=rollout.response_length,
@@ -112,9 +109,9 @@ class EngineEvaluator:
         temperature = evaluation.temperature or rollout.temperature
         sampled = replace(greedy, n=evaluation.n, temperature=temperature)
         async with slots:
-            if isinstance(self._task, HasEnvironment):
+            if posed.player is not None:
                 wanted = [greedy, *[replace(sampled, n=1)] * sampled.n]
-                return await self._played(problem, wanted, index, label)
+                return await self._played(posed.player, problem, wanted, index, label)
             try:
                 prompt = self._encode(problem)
             except PromptTooLong as error:
@@ -132,18 +129,14 @@ class EngineEvaluator:
                 [self._text(completion) for completion in responses],
                 [len(completion.token_ids) for completion in responses],
             )
-            return answer, await (await self._scorer()).score_many(
+            return answer, await posed.verifiers.score_many(
                 [(text, problem.reference) for text in answer.texts]
             )
 
     async def _played(
-        self, problem: Problem, wanted: Sequence[Sampling], index: int, label: str
+        self, player: Player, problem: Problem, wanted: Sequence[Sampling], index: int, label: str
     ) -> tuple[_Answer, list[Score | VerifierError]]:
         """Play a problem's episodes; an environment that fails is an error like a verifier's."""
-        async with self._starting:
-            if self._playing is None:
-                self._playing = await self._player(self._config.evaluated_task, self._task)
-        player = self._playing
 
         async def one(sampling: Sampling) -> Episode | EnvironmentFailed | PromptTooLong:
             try:
@@ -169,16 +162,6 @@ class EngineEvaluator:
                 answer.lengths.append(0)
         return answer, results
 
-    async def _scorer(self) -> VerifierPool:
-        async with self._starting:
-            if self._verifiers is None:
-                pool = VerifierPool(
-                    self._config.evaluated_task, seed=self._config.seed, cpu=self._cpu
-                )
-                await pool.start()
-                self._verifiers = pool
-        return self._verifiers
-
 
 def _check_labels(labels: set[str], label: str) -> None:
     if others := labels - {label}:
@@ -187,10 +170,18 @@ def _check_labels(labels: set[str], label: str) -> None:
         )
 
 
-def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -> ProblemOutcome:
+def _outcome(
+    answer: _Answer, results: list[Score | VerifierError], *, n: int, task: str
+) -> ProblemOutcome:
     if answer.refused is not None:
         return ProblemOutcome(
-            greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
+            greedy=False,
+            right=0,
+            judged=0,
+            errors=1 + n,
+            greedy_tokens=0,
+            sampled_tokens=0,
+            task=task,
         )
     verdicts = [result.correct if isinstance(result, Score) else None for result in results]
     right = [verdict is not None and verdict >= 1.0 for verdict in verdicts]
@@ -201,6 +192,7 @@ def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -
         errors=sum(isinstance(result, VerifierError) for result in results),
         greedy_tokens=answer.lengths[0],
         sampled_tokens=sum(answer.lengths[1:]),
+        task=task,
     )
 
 
@@ -219,7 +211,7 @@ PROMPTS, CANDIDATES, TOKENS = 16, 64, 32
 
 
 async def probe_sequences(
-    engine: Engine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
+    engine: Engine, task: Problems, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
     """Return a few short responses as (prompt, response, log-probs [L] at the training
     temperature). They go on behind an end, so that a model that ends at once shows something, too.

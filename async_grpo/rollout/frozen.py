@@ -98,10 +98,10 @@ def engine_config(config: Config, name: str) -> Config:
     longer than asked for, since an engine that scores samples one token.
     """
     frozen, rollout = config.frozen[name], config.rollout
-    kinds = {one.kind for one in config.task.judges.values() if one.model == name}
+    kinds = {one.kind for one in config.judges.values() if one.model == name}
     context = frozen.context_length or rollout.longest_row
     if kinds and frozen.context_length is None:
-        asked = [one for one in config.task.judges.values() if one.model == name]
+        asked = [one for one in config.judges.values() if one.model == name]
         answer = max(judge.max_tokens for judge in asked)
         scores = "reward_model" in kinds
         context = context + TEMPLATE if scores else 2 * context + INSTRUCTIONS + answer
@@ -131,7 +131,7 @@ def tokenizer_of(config: Config, name: str) -> tuple[Any, list[int]]:
     """
     from transformers import AutoTokenizer
 
-    judges = [judge for judge in config.task.judges.values() if judge.model == name]
+    judges = [judge for judge in config.judges.values() if judge.model == name]
     responds = name == config.algorithm.sft_model
     if not judges and not responds:
         return None, []

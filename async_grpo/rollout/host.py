@@ -13,16 +13,15 @@ import asyncio
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
-from async_grpo.config.schema import Config, TaskConfig
-from async_grpo.environments.base import HasEnvironment
+from async_grpo.config.schema import Config
 from async_grpo.environments.tools import with_tools
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, Engine, Sampling, stop_tokens
@@ -31,28 +30,27 @@ from async_grpo.rollout.episodes import PlayerParts, PromptTooLong
 from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.generation import Generated, generate
 from async_grpo.rollout.players import Player, Players
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.cores import compute_in
 from async_grpo.runtime.garbage import keep_startup
-from async_grpo.tasks.base import Problem, Prompt, Task, task_weights
+from async_grpo.tasks.base import Problem, Problems, Prompt, Task
 from async_grpo.tasks.chat import prompt_ids
-from async_grpo.tasks.registry import create_task
+from async_grpo.tasks.mixture import create_tasks, parts_of
 from async_grpo.tasks.verifier import VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `EngineHost.start` loads."""
+    """What `EngineHost.start` loads. posed: each task by its name, "" where there is only one."""
 
     engine: Engine
     tokenizer: Any
-    task: Task
-    verifiers: VerifierPool
+    task: Problems
+    posed: Mapping[str, PosedTask]
     evaluator: EngineEvaluator
     players: Players | None = None
-    player: Player | None = None
-    """Of a task with environments."""
 
 
 class EngineHost:
@@ -79,8 +77,6 @@ class EngineHost:
         self._counts: Counter[str] = Counter()
         self._paused_s = 0.0
         self._time = EngineTime()
-        self._weights: dict[str, float] = {}
-        """Of the reward components."""
         self._changed = asyncio.Event()
         """Something happened that may be waited for, such as new weights."""
         self._sleep = ExitStack()
@@ -107,18 +103,16 @@ class EngineHost:
         tokenizer = AutoTokenizer.from_pretrained(
             self._model_dir, trust_remote_code=config.model.trust_remote_code
         )
-        made, posed = self._task()
-        task = with_tools(made, config.environment.tools)
-        if not isinstance(posed.prompt, str) and tokenizer.chat_template is None:
+        task, first = self._task()
+        if not isinstance(first.prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
                 f"task {config.task.name} asks in chat messages, but the tokenizer of "
                 f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
                 "task's plain style (task.options.style=plain)"
             )
         others = self._other_cores
-        verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
-        plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
-        starting = asyncio.gather(*[] if plays else [verifiers.start()])
+        posed = {own.posed: self._posed(own, one, others) for own, one in parts_of(config, task)}
+        starting = asyncio.gather(*[one.start() for one in posed.values() if not one.plays])
         engine = await ENGINE.start(
             config,
             model_dir=self._model_dir,
@@ -134,17 +128,15 @@ class EngineHost:
             config,
             engine=engine,
             task=task,
-            verifiers=verifiers,
+            posed=posed,
+            pose=lambda own, other: self._posed(own, other, others),
             encode=self._encode,
             text=self._text,
-            player=self._player,
-            cpu=others,
         )
         shared = PlayerParts(config, engine, tokenizer, self._counts, self.actor_id, cpu=others)
-        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator, Players(shared))
-        if plays:
-            player = await self._player(config.task, task)
-            self._parts = replace(self._parts, player=player)
+        self._parts = Parts(engine, tokenizer, task, posed, evaluator, Players(shared))
+        for one in posed.values():
+            await one.start()
         keep_startup()
         return engine.max_num_seqs
 
@@ -205,21 +197,32 @@ class EngineHost:
             "serving": "it is starting" if parts is None else parts.engine.serving,
             "paused": parts is not None and parts.engine.paused,
             "counts": {**self._counts, "paused_s": self._paused_s},
-            "verifying": [] if parts is None else parts.verifiers.busy(),
+            "verifying": []
+            if parts is None
+            else [busy for one in parts.posed.values() for busy in one.verifiers.busy()],
         }
 
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
         await self.parts.evaluator.close()
-        await self.parts.verifiers.close()
+        for one in self.parts.posed.values():
+            await one.close()
         if self.parts.players is not None:
             await self.parts.players.close()
         self.parts.engine.close()
 
-    def _task(self) -> tuple[Task, Problem]:
-        """Load the task, and one of its problems: it may have no training data."""
-        task = create_task(self._config.task, self._config.seed)
+    def _task(self) -> tuple[Problems, Problem]:
+        """Load what is posed, and one of its problems: it may have no training data."""
+        task = create_tasks(self._config)
         return task, task.evaluation(1)[0]
+
+    def _posed(self, config: Config, task: Task, cpu: set[int]) -> PosedTask:
+        return PosedTask(
+            config,
+            with_tools(task, config.environment.tools),
+            verifiers=VerifierPool(config.task, seed=config.seed, cpu=cpu),
+            start_player=self._player,
+        )
 
     @property
     def _other_cores(self) -> set[int]:
@@ -227,15 +230,9 @@ class EngineHost:
         everywhere = os.sched_getaffinity(0)
         return everywhere - self._cores or everywhere
 
-    async def _player(self, settings: TaskConfig, task: Any) -> Player:
-        """Return the player of a task with environments, which it starts; of the task that is
-        trained there is one.
-        """
-        parts = self.parts
-        if task is parts.task and parts.player is not None:
-            return parts.player
-        assert parts.players is not None
-        return await parts.players.of(settings, task)
+    async def _player(self, config: Config, task: Any) -> Player:
+        assert self.parts.players is not None
+        return await self.parts.players.of(config, task)
 
     def _encode(self, problem: Problem) -> list[int]:
         ids, limit = prompt_ids(self.parts.tokenizer, problem.prompt), self._config.rollout

@@ -7,9 +7,10 @@ a task's own matter (`HasPlayers`): its class is imported by the name that the t
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any, Protocol
 
-from async_grpo.config.schema import TaskConfig
+from async_grpo.config.schema import Config, TaskConfig
 from async_grpo.environments.base import HasPlayers
 from async_grpo.environments.pool import EnvironmentPool
 from async_grpo.rollout.chat_format import chat_format_of
@@ -57,12 +58,14 @@ class Players:
         self._pools: list[EnvironmentPool] = []
         self._outside: dict[str, OutsidePlayers] = {}
 
-    async def of(self, settings: TaskConfig, task: Any) -> Player:
-        """Start a player of this task. Raises EnvironmentFailed("start"), OSError."""
+    async def of(self, config: Config, task: Any) -> Player:
+        """Start a player of this task. config: as the task has it. Raises
+        EnvironmentFailed("start"), OSError.
+        """
         if isinstance(task, HasPlayers):
-            return await self.outside(task.players).of(settings, task)
-        parts = self._parts
-        pool = parts.pool(settings, task)
+            return await self.outside(task.players).of(config.task, task)
+        parts = replace(self._parts, config=config)
+        pool = parts.pool(config.task, task)
         self._pools.append(pool)
         await pool.start()
         chat = chat_format_of(parts.config, parts.tokenizer, task)

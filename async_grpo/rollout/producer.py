@@ -38,12 +38,13 @@ from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.rollout.teaching import Lesson, Teaching
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
 from async_grpo.runtime.variables import take
-from async_grpo.tasks.base import Problem, Score, Task
-from async_grpo.tasks.registry import load_task, problem_index
+from async_grpo.tasks.base import Problem, Problems, Score
+from async_grpo.tasks.mixture import ProblemOrder, load_tasks
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
 from async_grpo.wire.groups import EPISODE_END
@@ -113,10 +114,14 @@ class GroupProducer(EngineHost):
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
         self._teaching = Teaching(config, frozen or {})
-        judges = config.task.judges
-        self._judges = Judges(judges, frozen or {}) if judges else None
+        self._judges = {
+            name: Judges(one.judges, frozen or {})
+            for name, one in config.posed_tasks.items()
+            if one.judges
+        }
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
+        self._order: ProblemOrder | None = None
         self._groups: dict[tuple[int, int], _GroupWork] = {}
         self._outbox: list[tuple[_GroupWork, bytes]] = []
         self._outbox_filled = asyncio.Event()
@@ -204,9 +209,9 @@ class GroupProducer(EngineHost):
         growing = [one for one in under_way if one is not None]
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
-    def _task(self) -> tuple[Task, Problem]:
-        """Load the task with its training data, and the first problem."""
-        task = load_task(self._config.task, self._config.seed)
+    def _task(self) -> tuple[Problems, Problem]:
+        """Load what is posed with its training data, and the first problem."""
+        task = load_tasks(self._config)
         return task, task.train(0)
 
     def _group_tasks(self) -> list[asyncio.Task[None]]:
@@ -220,7 +225,10 @@ class GroupProducer(EngineHost):
         return self._report() if self._time.is_due(self._heartbeat_s) else None
 
     def _report(self) -> ActorReport:
-        engine, speeds = self.parts.engine, self.parts.engine.speeds | self.parts.verifiers.spent
+        engine, speeds = self.parts.engine, dict(self.parts.engine.speeds)
+        for posed in self.parts.posed.values():
+            for name, spent in posed.verifiers.spent.items():
+                speeds[name] = speeds.get(name, 0.0) + spent
         return self._time.report(engine.sampled, self._counts, speeds, errors=self._verifier_errors)
 
     def _room(self) -> int:
@@ -233,10 +241,11 @@ class GroupProducer(EngineHost):
             groups=len(self._groups),
             responses=self._responses,
         )
-        if self.parts.player is None or not self._groups:
+        players = [one.player for one in self.parts.posed.values() if one.player is not None]
+        if not players or not self._groups:
             return room
         limit = self._config.rollout.max_open_episodes or 2 * engine.max_num_seqs
-        begun = self.parts.player.open_episodes + queued * self._responses
+        begun = sum(one.open_episodes for one in players) + queued * self._responses
         return min(room, max(0, (limit - begun) // self._responses))
 
     def _start_group(self, ticket: GroupTicket) -> None:
@@ -255,7 +264,7 @@ class GroupProducer(EngineHost):
         self._changed.clear()
 
     async def _produce(self, work: _GroupWork) -> None:
-        config, ticket = self._config, work.ticket
+        config = self._config
         try:
             async with asyncio.timeout(config.rollout.longest_group_s):
                 group = await self._group(work)
@@ -274,11 +283,6 @@ class GroupProducer(EngineHost):
                 f"was {work.stage}",
             )
         except VerifierError as error:
-            if config.task.verifier.on_error == "fail":
-                raise VerifierFailed(
-                    f"a verifier of {self.actor_id}: group {ticket.group_id} could not be "
-                    f"scored ({error}) and task.verifier.on_error is fail"
-                ) from error
             await self._fail(work, f"verifier: {error}")
         except EnvironmentFailed as error:
             if error.reason == "start":  # of a child; the next group would not have one either
@@ -299,11 +303,10 @@ class GroupProducer(EngineHost):
             self._outbox_filled.set()
 
     async def _group(self, work: _GroupWork) -> Group:
-        config, task, ticket, queued = self._config, self.parts.task, work.ticket, time.time()
-        problem = task.train(
-            problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
-        )
-        parts, seed = self.parts, None
+        config, parts, ticket, queued = self._config, self.parts, work.ticket, time.time()
+        if self._order is None:
+            self._order = ProblemOrder.of(config, parts.task)
+        problem, seed = parts.task.train(self._order(ticket.group_id)), None
         if config.seeded:
             seed = hash63(config.seed, "given", ticket.group_id)
         lesson = self._teaching.begin(
@@ -320,15 +323,17 @@ class GroupProducer(EngineHost):
         """Generate the episodes of a group, and have them graded and taught. queued: when the
         ticket came.
         """
-        config, ticket = self._config, work.ticket
-        if self.parts.player is None:
-            episodes = await self._respond(work, problem)
+        posed, ticket = self.parts.posed[problem.task], work.ticket
+        if posed.player is None:
+            episodes = await self._respond(work, posed, problem)
         else:
-            episodes = await self._play(work, problem, self.parts.player)
-        if self._judges is not None:
-            await self._grade(work, self._judges, problem, episodes)
-        scored, size = time.time(), config.rollout.group_size
-        prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
+            episodes = await self._play(work, posed, problem, posed.player)
+        if (judges := self._judges.get(problem.task)) is not None:
+            await self._grade(work, posed, judges, problem, episodes)
+        for episode in episodes:
+            episode.rewards = posed.named(episode.rewards)
+        scored, size = time.time(), posed.config.rollout.group_size
+        prompts, rows = as_rows(episodes, trained=size, weights=posed.weights)
         planes, given = await lesson.finish(prompts, rows, partial(self._asks, work))
         if self._teaching.asks:
             self._counts["taught"] += 1
@@ -355,27 +360,31 @@ class GroupProducer(EngineHost):
             },
         )
 
-    async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
+    async def _respond(self, work: _GroupWork, posed: PosedTask, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""
         prompt = self._encode(problem)
         self._enter(work, "generating")
-        completions = await self._generate(work, prompt)
+        completions = await self._generate(work, posed, prompt)
         done = time.time()
         self._enter(work, "verifying")
-        scores = await self._score(problem, completions)
+        scores = await self._score(work, posed, problem, completions)
         return [
             Episode.of(prompt, completion, score, ended=done)
             for completion, score in zip(completions, scores, strict=True)
         ]
 
-    async def _play(self, work: _GroupWork, problem: Problem, player: Player) -> list[Episode]:
+    async def _play(
+        self, work: _GroupWork, posed: PosedTask, problem: Problem, player: Player
+    ) -> list[Episode]:
         """Play the episodes of a group, whose environments all begin with the same seed."""
         config, ticket = self._config, work.ticket
 
         def changed(generating: bool) -> None:
             self._enter(work, "generating" if generating else "environment")
 
-        wanted = [one for sampling in self._wanted(ticket) for one in [sampling] * sampling.n]
+        wanted = [
+            one for sampling in self._wanted(ticket, posed) for one in [sampling] * sampling.n
+        ]
         begun: list[list[Turn]] = []
         if self._partials is not None:
             begun = self._partials.take_turns(ticket, len(wanted), self._counts)
@@ -389,9 +398,11 @@ class GroupProducer(EngineHost):
             plays.append(_played(player, problem, sampling, seed=seed, group=work.play))
         return await work.play.all(plays)
 
-    async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
+    async def _generate(
+        self, work: _GroupWork, posed: PosedTask, prompt: list[int]
+    ) -> list[Completion]:
         """Generate samples, then greedy responses, from partial ones where the ticket has some."""
-        ticket, wanted = work.ticket, self._wanted(work.ticket)
+        ticket, wanted = work.ticket, self._wanted(work.ticket, posed)
         prefixes: list[Completion] = []
         if self._partials is not None:
             prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
@@ -399,9 +410,9 @@ class GroupProducer(EngineHost):
         work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
         return await work.generation.finish()
 
-    def _wanted(self, ticket: GroupTicket) -> list[Sampling]:
+    def _wanted(self, ticket: GroupTicket, posed: PosedTask) -> list[Sampling]:
         """How the responses of a group are sampled: samples, then the greedy ones."""
-        config, rollout = self._config, self._config.rollout
+        config, rollout = self._config, posed.config.rollout
         samples = Sampling(
             n=rollout.group_size,
             max_tokens=rollout.response_length,
@@ -413,20 +424,27 @@ class GroupProducer(EngineHost):
         )
         return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
 
-    async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
-        results = await self.parts.verifiers.score_many(
+    async def _score(
+        self, work: _GroupWork, posed: PosedTask, problem: Problem, completions: list[Completion]
+    ) -> list[Score]:
+        results = await posed.verifiers.score_many(
             [(self._text(completion), problem.reference) for completion in completions]
         )
         scores = []
         for result in results:
             if isinstance(result, VerifierError):
-                self._refused(result)
-                result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), correct=0.0)
+                self._refused(work, posed, result)
+                result = Score(rewards=dict.fromkeys(posed.task.weights, 0.0), correct=0.0)
             scores.append(result)
         return scores
 
     async def _grade(
-        self, work: _GroupWork, judges: Judges, problem: Problem, episodes: list[Episode]
+        self,
+        work: _GroupWork,
+        posed: PosedTask,
+        judges: Judges,
+        problem: Problem,
+        episodes: list[Episode],
     ) -> None:
         """Add what judges say of each episode to its rewards."""
         work.asks = "its judges"
@@ -441,7 +459,7 @@ class GroupProducer(EngineHost):
         for name, values in (await judges.grade(problem, texts)).items():
             for episode, value in zip(episodes, values, strict=True):
                 if isinstance(value, VerifierError):
-                    self._refused(value)
+                    self._refused(work, posed, value)
                     value = 0.0
                 episode.rewards[name] = value
         self._counts["judged"] += 1
@@ -453,10 +471,18 @@ class GroupProducer(EngineHost):
         self._counts[f"verifier_errors_{kind}"] += 1
         self._verifier_errors[kind] = shortened(first_line(error), 300)
 
-    def _refused(self, error: VerifierError) -> None:
-        """Count what could not be scored, and raise it unless it is worth 0."""
+    def _refused(self, work: _GroupWork, posed: PosedTask, error: VerifierError) -> None:
+        """Count what could not be scored, and raise it unless it is worth 0, as VerifierFailed
+        where it ends the run.
+        """
         self._noted(error.reason, error)
-        if self._config.task.verifier.on_error != "zero":
+        on_error = posed.config.task.verifier.on_error
+        if on_error == "fail":
+            raise VerifierFailed(
+                f"a verifier of {self.actor_id}: group {work.ticket.group_id} could not be "
+                f"scored ({error}) and task.verifier.on_error is fail"
+            ) from error
+        if on_error != "zero":
             raise error
 
     async def _send_outbox(self) -> None:

@@ -48,6 +48,7 @@ from async_grpo.learner.batching import (
     make_rank_plans,
     minibatches,
 )
+from async_grpo.tasks.mixture import task_of
 from async_grpo.wire.groups import SHORT, Batch, GroupMeta, RowMeta, joined
 
 
@@ -313,6 +314,8 @@ class RowMath:
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
             if len(values) < n:
                 out[f"rollout/reward_missing/{name}"] = 1 - len(values) / n
+        if self._config.tasks:
+            out |= _by_task(rows, self._weights)
         if self._config.algorithm.sft_loss_coef:
             given = _episodes(batch, "demonstration")
             out["rollout/demonstrations"] = len(given) / len(batch.groups)
@@ -403,6 +406,22 @@ def _by_lag(lags: list[int], values: list[float]) -> dict[str, list[float]]:
     for lag, value in zip(lags, values, strict=True):
         found.setdefault(lag_bucket(lag), []).append(value)
     return found
+
+
+def _by_task(rows: Mapping[RowKey, RowMeta], weights: Mapping[str, float]) -> dict[str, float]:
+    """Measure groups, score and correct responses of each of several tasks."""
+    found: dict[str, dict[RowKey, RowMeta]] = {}
+    for key, row in rows.items():
+        found.setdefault(task_of(row.rewards), {})[key] = row
+    out = {}
+    for task, own in found.items():
+        judged = [row.verdict for row in own.values() if row.verdict is not None]
+        scores = [score(row.rewards, weights) for row in own.values()]
+        out[f"rollout/task/{task}/groups"] = float(len({group_id for group_id, _ in own}))
+        out[f"rollout/task/{task}/score"] = sum(scores) / len(scores)
+        if judged:
+            out[f"rollout/task/{task}/correct"] = sum(judged) / len(judged)
+    return out
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

@@ -125,7 +125,7 @@ class RunningSystem:
         facts = StartFacts(
             total_steps=checked.total_steps,
             weights=checked.weights,
-            problems=checked.problems,
+            order=checked.order,
             fingerprint=checked.fingerprint,
             model_dir=model_dir,
             origin=origin,

@@ -62,7 +62,7 @@ from async_grpo.runtime.cores import Lender
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.runtime.variables import variables
-from async_grpo.tasks.registry import problem_index
+from async_grpo.tasks.mixture import ProblemOrder
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.deliveries import ATTEMPTS
 from async_grpo.weights.shared_gpu import SharedGpu
@@ -74,14 +74,14 @@ ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """Facts of a start before any process: weights of the reward components; problems and
+    """Facts of a start before any process: weights of the reward components; problems by group, and
     fingerprint of the training data; `origin`, where it begins; `key`, the name of its memory
     segments.
     """
 
     total_steps: int
     weights: dict[str, float]
-    problems: int
+    order: ProblemOrder
     fingerprint: str
     model_dir: str
     origin: Origin
@@ -193,7 +193,7 @@ class System:
                 backend=places.backend,
                 partials=self._partials.path,
                 frozen=self.frozen.handles | self.frozen.addresses,
-                env_vars=variables(config.task.env_vars, "task.env_vars"),
+                env_vars=variables(config.env_vars, "task.env_vars"),
             ),
             relays=self._relays,
         )
@@ -498,8 +498,9 @@ def _queue_process(
         shaping=shaping(config, facts.weights),
         total_steps=facts.total_steps,
         trained_steps=facts.origin.step,
-        problem=partial(problem_index, config.seed, facts.fingerprint, n=facts.problems),
-        problems=facts.problems,
+        problem=facts.order,
+        problems=facts.order.problems,
+        task_of=facts.order.task,
     )
     return session.start_here(
         QueueProcess,

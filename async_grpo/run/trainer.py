@@ -69,7 +69,7 @@ from async_grpo.run.running import RunningSystem
 from async_grpo.run.speed_watch import SpeedWatch
 from async_grpo.runtime.stopping import Signals, Stop
 from async_grpo.runtime.text import counted
-from async_grpo.tasks.registry import load_task
+from async_grpo.tasks.mixture import load_tasks
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
     from async_grpo.run.loop import Comparison
@@ -154,7 +154,7 @@ class Trainer:
         model_dir = made_model(config, note=console.info, check=self._stop_requested.check)
         notes = self.model_notes
         if notes is None:  # the model has just been made
-            notes = look(config, load_task(config.task, config.seed), model_dir=model_dir)
+            notes = look(config, load_tasks(config), model_dir=model_dir)
         console.info(*(notes or []))
         if not self._facts.held_out:
             console.info("no evaluation: the task has no held-out problems (set task.eval)")

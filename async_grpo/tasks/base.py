@@ -38,13 +38,14 @@ class Problem:
 
     `reference` is what the verifier (or the environment) needs and must be msgpack-able; `solution`
     is a worked answer for the supervised warm start, of an episode what policy and environment say
-    in turn. `teacher` is the frozen model that teaches it, of several.
+    in turn. `teacher` is the frozen model that teaches it, of several; `task` its task, of several.
     """
 
     prompt: Prompt
     reference: Any
     solution: str | tuple[str, ...] | None = None
     teacher: str | None = None
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Score(WasVerdict):
     correct: float | None
 
 
-class Task(Protocol):
-    """Problems and their verifier, made as `Task(settings: schema.TaskConfig, seed: int)`."""
+class Problems(Protocol):
+    """Problems to train and to evaluate."""
 
     weights: dict[str, float]
     """Default weight of every reward component that `score` returns."""
@@ -77,6 +78,10 @@ class Task(Protocol):
         """Return the first `n` held-out problems (or all, if fewer), none of them a training
         problem.
         """
+
+
+class Task(Problems, Protocol):
+    """Problems and their verifier, made as `Task(settings: schema.TaskConfig, seed: int)`."""
 
     def score(self, response: str, reference: Any) -> Score | Awaitable[Score]:
         """Score one response; may be `async def` where it waits. Runs in a verifier child, with

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.runtime.variables import hide
-from async_grpo.tasks.base import Task, TaskError, scores_later
+from async_grpo.tasks.base import Problems, Task, TaskError, scores_later
 from async_grpo.tasks.verl import VerlReward, is_reward_function
 
 BUILT_IN = {
@@ -98,7 +98,7 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
     return task
 
 
-def held_out(config: schema.Config, task: Task) -> int:
+def held_out(config: schema.Config, task: Problems) -> int:
     """Held-out problems of an evaluation: of `task`, or of `evaluation.task`. Raises TaskError."""
     wanted, pose = config.evaluation.max_samples, "pose its held-out problems"
     if config.evaluation.task is None:

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from async_grpo.algo.accuracy import (
     wilson,
 )
 from async_grpo.config.schema import Config
-from async_grpo.rollout import evaluator
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.tasks.base import Problem, Score, TaskError
 from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tasks.verifier import VerifierError
@@ -176,6 +176,8 @@ def test_the_summary_is_short() -> None:
 class Held:
     """A task whose second problem is too long."""
 
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
+
     def evaluation(self, n: int) -> list[Problem]:
         return [
             Problem(text, number) for number, text in enumerate(("ask", "asks far too much", "and"))
@@ -222,6 +224,8 @@ class Parts:
             for item in items
         ]
 
+    async def start(self) -> None: ...
+
     async def close(self) -> None:
         self.closed = True
 
@@ -237,7 +241,7 @@ def config(**evaluation: Any) -> Config:
     )
 
 
-def answers(parts: Parts, settings: Config, indices: list[int]) -> Any:
+def answers(parts: Parts, settings: Config, indices: list[int], pool: Any = None) -> Any:
     def encode(problem: Problem) -> list[int]:
         if len(problem.prompt) > 4:
             raise PromptTooLong(f"a prompt has {len(problem.prompt)} tokens")
@@ -248,11 +252,12 @@ def answers(parts: Parts, settings: Config, indices: list[int]) -> Any:
             settings,
             engine=parts,
             task=Held(),
-            verifiers=parts,
+            posed={"": PosedTask(settings, Held(), verifiers=parts, start_player=None)},
+            pose=lambda own, task: PosedTask(
+                own, task, verifiers=pool(own.task), start_player=None
+            ),
             encode=encode,
             text=lambda c: "".join(map(chr, c.token_ids)),
-            player=None,
-            cpu=None,
         )
         try:
             return await one.answer(indices=indices, total=3, label="v0.3", samples=2)
@@ -303,22 +308,17 @@ def test_a_response_of_other_weights_is_refused() -> None:
         answers(Parts(labels=("v0.3", "v0.4")), config(), [0])
 
 
-def test_another_task_brings_problems_and_verifiers_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_task_brings_problems_and_verifiers_of_its_own() -> None:
     started = []
 
     class Pool(Parts):
-        def __init__(self, settings: Any, *, seed: int, cpu: set[int] | None) -> None:
+        def __init__(self, settings: Any) -> None:
             super().__init__()
             started.append((settings, self))
 
-        async def start(self) -> None: ...
-
-    monkeypatch.setattr(evaluator, "VerifierPool", Pool)
     settings = config(task={"name": "arithmetic", "options": {"max_digits": 1}})
     parts = Parts()
-    outcomes, rows = answers(parts, settings, [0, 2])
+    outcomes, rows = answers(parts, settings, [0, 2], Pool)
     [(other, pool)] = started
     assert len(outcomes) == 2 and rows[0]["prompt"].endswith("=") and pool.closed
     assert (other.options, other.verifier) == ({"max_digits": 1}, settings.task.verifier)

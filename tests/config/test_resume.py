@@ -30,7 +30,7 @@ learner.zero_stage
 TOLD = """
 frozen run.total_steps run.epochs model.reference model.reference_refresh_steps model.lm_head_fp32
 task.train task.eval task.layout task.columns task.options task.rewards task.rewards_norm
-task.verifier.on_error task.judges
+task.verifier.on_error task.judges tasks replay.quota
 replay.max_staleness replay.order replay.on_stale replay.journal.enable environment.on_timeout
 environment.max_invalid environment.tools environment.tool_parser environment.renderer
 endpoint.sampling weight_sync.every_steps weight_sync.kv_cache cluster.device cluster.engine.vllm
@@ -43,7 +43,7 @@ learner.gradient_checkpointing learner.activation_offload
 TRAINED = """
 environment.tools rollout.repetition_times rollout.repetition_length run.total_steps run.epochs
 model.reference model.reference_refresh_steps model.lm_head_fp32 task.rewards task.rewards_norm
-task.judges cluster.device replay.max_staleness replay.on_stale replay.order
+task.judges tasks cluster.device replay.max_staleness replay.on_stale replay.order
 rollout.rollout_batch_size rollout.group_size rollout.response_length rollout.turn_length
 rollout.context_length rollout.max_turns rollout.temperature rollout.top_p rollout.top_k
 """

@@ -50,6 +50,7 @@ def scenarios(draw: Callable, order: str, on_stale: str, any_limit: bool) -> Sce
         return draw(st.sampled_from(values))
 
     max_staleness, timeout = one_of(0, 1, 1, 1, 2, 3, 4), one_of(None, None, 1.0, 12.0)
+    problems = one_of(0, 0, 0, 2, 9, 25)
     return Scenario(
         seed=draw(st.integers(0, 2**32)),
         order=order,
@@ -61,7 +62,8 @@ def scenarios(draw: Callable, order: str, on_stale: str, any_limit: bool) -> Sce
         max_attempts=draw(st.integers(2, 4)),
         ticket_timeout_s=timeout,
         baseline=draw(st.booleans()),
-        problems=one_of(0, 0, 0, 2, 9, 25),
+        problems=problems,
+        weights=() if problems else one_of((), (1.0, 2.0), (5.0, 3.0, 1.0), (0.7, 0.3)),
         retire_at=one_of(0.5, 1.0),
         spread=one_of(1.0, 2.0),
         speed=one_of(Speed.alone(1.0), Speed.alone(4.0), SHARED),
@@ -129,6 +131,7 @@ def check_that_it_shows_something(on_stale: str, ended: Counter[str], seen: Coun
         "queue_death",
         "restart",
         "lost_steps",
+        "owed",
         *{"expire": ["expired"], "mask": ["masked"]}.get(on_stale, []),
     ]
     missing = [name for name in happened if seen[name] < 5]

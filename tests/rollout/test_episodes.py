@@ -29,6 +29,7 @@ from async_grpo.rollout.episodes import (
 from async_grpo.rollout.evaluator import EngineEvaluator
 from async_grpo.rollout.host import Parts as LoadedParts
 from async_grpo.rollout.partial import FILE, PartialFile, Turn, encode, write_file
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Problem
 from async_grpo.wire.codec import GroupTicket, decode_group
@@ -305,15 +306,12 @@ def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> Non
 
 def actor_of(engine: Saying, config: Config, queue: Parts, player: EpisodePlayer) -> GroupProducer:
     actor = GroupProducer(config, actor_id="a", queue=queue, model_dir="m", device="cpu", cores=())
+    task = TaskOfTold(config.task, 0)
+    posed = PosedTask(config, task, verifiers=queue, start_player=None)
+    posed.player, posed.weights = player, {"value": 1.0}
     actor._parts = LoadedParts(
-        engine=engine,
-        tokenizer=Letters(),
-        task=TaskOfTold(config.task, 0),
-        verifiers=queue,
-        evaluator=None,
-        player=player,
+        engine=engine, tokenizer=Letters(), task=task, posed={"": posed}, evaluator=None
     )
-    actor._weights = {"value": 1.0}
     return actor
 
 
@@ -398,15 +396,15 @@ def evaluate(engine: Saying, *, n: int) -> tuple[list[Any], list[dict[str, Any]]
                 made += 1
                 return player
 
+            task = TaskOfTold(config.task, 0)
             evaluator = EngineEvaluator(
                 config,
                 engine=engine,
-                task=TaskOfTold(config.task, 0),
-                verifiers=None,
+                task=task,
+                posed={"": PosedTask(config, task, verifiers=None, start_player=one)},
+                pose=None,
                 encode=None,
                 text=None,
-                player=one,
-                cpu=None,
             )
             return await evaluator.answer(indices=[0, 1], total=2, label="v0.3", samples=2)
 

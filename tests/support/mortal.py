@@ -25,6 +25,7 @@ from async_grpo.replay.actor_reports import QueueMetrics
 from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.system import Places, StartFacts, System
 from async_grpo.runtime.storage import Written
+from async_grpo.tasks.mixture import ProblemOrder
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 from tests.support.listener import RecordingListener
 from tests.support.loops import GROUPS, LIMIT, ROWS, batch_of
@@ -263,7 +264,7 @@ class World:
         facts = StartFacts(
             total_steps=2,
             weights={"correct": 1.0, "format": 0.5},
-            problems=9,
+            order=ProblemOrder(0, (("", "f", 9),)),
             fingerprint="f",
             model_dir=str(self.config.model.path),
             origin=Origin(None, 0),

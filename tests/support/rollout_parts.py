@@ -13,6 +13,7 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.host import Parts as LoadedParts
+from async_grpo.rollout.posed import PosedTask
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.verifier import VerifierError
@@ -199,6 +200,10 @@ def actor_of(
         config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=(), frozen=models
     )
     actor._parts = LoadedParts(
-        engine=parts, tokenizer=Tokenizer(), task=Task(), verifiers=parts, evaluator=None
+        engine=parts,
+        tokenizer=Tokenizer(),
+        task=Task(),
+        posed={"": PosedTask(config, Task(), verifiers=parts, start_player=None)},
+        evaluator=None,
     )
     return actor

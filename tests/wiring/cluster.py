@@ -29,6 +29,7 @@ from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.loop import Loop
 from async_grpo.run.partial_rollouts import PartialCollector
 from async_grpo.run.system import StartFacts, System, reserve
+from async_grpo.tasks.mixture import ProblemOrder
 from async_grpo.weights.shared_gpu import Apart
 from async_grpo.weights.transport import Announcement, Staged
 from async_grpo.wire.codec import Batch, GroupTicket, decode_meta
@@ -141,7 +142,7 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
     facts = StartFacts(
         total_steps=6,
         weights={"correct": 1.0},
-        problems=9,
+        order=ProblemOrder(0, (("", "f", 9),)),
         fingerprint="f",
         model_dir="directory",
         origin=Origin(None, 0),

@@ -143,7 +143,8 @@ def begun(config: Config) -> list[int]:
     """How many groups an actor asks for that has some episodes open already."""
     actor = GroupProducer(config, actor_id="a", queue=None, model_dir="m", device="cpu", cores=())
     player = SimpleNamespace(open_episodes=11)
-    actor._parts = SimpleNamespace(engine=Engine(long=False), player=player)
+    posed = {"": SimpleNamespace(player=player)}
+    actor._parts = SimpleNamespace(engine=Engine(long=False), posed=posed)
     rooms = []
     for stages in ((), ("generating",), ("generating", "queued")):
         actor._groups = {

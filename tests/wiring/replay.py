@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from typing import Any
 
 from async_grpo.config.schema import Config
@@ -12,7 +11,7 @@ from async_grpo.errors import NoSignal
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.run.planning import shaping
-from async_grpo.tasks.registry import problem_index
+from async_grpo.tasks.mixture import ProblemOrder, Quotas
 from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.wiring import Wire
@@ -29,6 +28,13 @@ GROUPS: list[dict[str, Any]] = [
 """What the actor answers, in turn."""
 
 
+def problem_order(config: Config) -> ProblemOrder:
+    """The problems of data that is not there."""
+    weights = {name: [(0, one.weight)] for name, one in config.tasks.items()}
+    parts = tuple((name, "data", PROBLEMS) for name in weights or ("",))
+    return ProblemOrder(config.seed, parts, Quotas(weights) if weights else None)
+
+
 def queue_settings(config: Config) -> QueueSettings:
     """The settings of the queue as the driver makes them."""
     return QueueSettings.of(
@@ -36,8 +42,9 @@ def queue_settings(config: Config) -> QueueSettings:
         shaping=shaping(config, WEIGHTS),
         total_steps=6,
         trained_steps=0,
-        problem=partial(problem_index, config.seed, "data", n=PROBLEMS),
-        problems=PROBLEMS,
+        problem=(order := problem_order(config)),
+        problems=order.problems,
+        task_of=order.task,
     )
 
 
@@ -116,6 +123,7 @@ WIRES = [
     _queue("replay.outstanding", 5),
     _queue("replay.on_stale", "mask"),
     _queue("replay.max_attempts", 1),
+    _queue("replay.quota", "trained", tasks={"sums": {"weight": 2.0}, "words": {}}),
     _queue("algorithm.mask_truncated", True),
     Wire("task.max_bad_fraction", 0.9, queued, {"replay.max_attempts": 1}),
     _filter("enable", True, {}),

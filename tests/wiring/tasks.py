@@ -21,8 +21,10 @@ from async_grpo.contrib.warm_start import model as warm_start_model
 from async_grpo.contrib.warm_start.cache import warm_start
 from async_grpo.rollout.engine.base import Completion
 from async_grpo.rollout.evaluator import EngineEvaluator
-from async_grpo.tasks.base import TaskError, task_weights
-from async_grpo.tasks.registry import held_out, load_task
+from async_grpo.rollout.posed import PosedTask
+from async_grpo.tasks.base import TaskError
+from async_grpo.tasks.mixture import load_tasks, parts_of, reward_weights
+from async_grpo.tasks.registry import held_out
 from async_grpo.tasks.verifier import VerifierPool
 from tests.support.wiring import Wire, workplace
 
@@ -39,18 +41,12 @@ def rows(name: str, count: int, bad: int = 0) -> str:
 def posed(config: Config) -> Any:
     """The problems that are trained and evaluated, and the weights of their rewards."""
     try:
-        task = load_task(config.task, config.seed)
+        task = load_tasks(config)
         problems = [task.train(index).prompt for index in range(min(8, len(task)))]
         found = held_out(config, task)
     except TaskError as error:
         return str(error)
-    return [
-        problems,
-        task.fingerprint,
-        task_weights(config.task, task),
-        found,
-        _asked(config, task),
-    ]
+    return [problems, task.fingerprint, reward_weights(config, task), found, _asked(config, task)]
 
 
 def _asked(config: Config, task: Any) -> list[Any]:
@@ -64,15 +60,17 @@ def _asked(config: Config, task: Any) -> list[Any]:
             asked.append(prompt)
             raise TaskError("enough")
 
+    def pose(own: Config, one: Any) -> PosedTask:
+        return PosedTask(own, one, verifiers=VerifierPool(own.task, seed=0), start_player=None)
+
     evaluator = EngineEvaluator(
         config,
         engine=Parts(),
         task=task,
-        verifiers=VerifierPool(config.task, seed=0),
+        posed={own.posed: pose(own, one) for own, one in parts_of(config, task)},
+        pose=pose,
         encode=lambda problem: [problem.prompt, problem.reference],
         text=str,
-        player=None,
-        cpu=None,
     )
     try:
         asyncio.run(evaluator.answer(indices=[0], total=1, label="v0.0", samples=0))
@@ -103,6 +101,7 @@ def taught(config: Config) -> list[Any]:
     return [report, sizes, shape["num_attention_heads"], directory.is_relative_to(home)]
 
 
+OF_ROWS = {"name": "jsonl", "train": rows("own", 6)}
 DATA = {"task.name": "jsonl", "task.train": rows("train", 6), "task.eval": rows("eval", 5)}
 OTHER = {"evaluation.task.name": "jsonl", "evaluation.task.eval": rows("other", 4)}
 SMALL = {
@@ -133,6 +132,7 @@ WIRES = [
     Wire("task.rewards", {"format": 2.0}, posed),
     Wire("task.judges", {"nice": Judge(model="critic")}, posed, unchecked=True),
     Wire("task.max_bad_fraction", 0.5, posed, {**DATA, "task.train": rows("bad", 6, 2)}),
+    Wire("tasks", {"own": OF_ROWS, "sums": {}}, posed),
     Wire("evaluation.max_samples", 3, posed),
     Wire("evaluation.task", {"name": "jsonl", "eval": rows("other", 4)}, posed),
     Wire("evaluation.task.name", "jsonl", posed, OTHER, against="arithmetic"),

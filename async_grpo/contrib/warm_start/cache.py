@@ -32,8 +32,9 @@ from async_grpo.config.schema import Config, WarmStart
 from async_grpo.environments.base import HasPlayers
 from async_grpo.errors import SetupError
 from async_grpo.runtime.lifetime import die_with_parent
-from async_grpo.tasks.base import Problem, Task
-from async_grpo.tasks.registry import load_task, problem_index
+from async_grpo.tasks.base import Problem, Problems
+from async_grpo.tasks.mixture import load_tasks
+from async_grpo.tasks.registry import problem_index
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 """The characters that a warm-started model knows, each a token."""
@@ -66,7 +67,7 @@ def ensure_warm_start(
     `progress` gets lines, and what `check` raises ends the child. Raises TaskError, and
     WarmStartError if the child failed or took too long.
     """
-    directory = cache_path(config, load_task(config.task, config.seed))
+    directory = cache_path(config, load_tasks(config))
     if is_cached(directory):
         progress(f"warm start: the model is there already, in {directory}")
         return str(directory)
@@ -86,7 +87,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
     characters that the model does not know.
     """
     settings = _settings(config)
-    task = load_task(config.task, config.seed)
+    task = load_tasks(config)
     directory = cache_path(config, task)
     if is_cached(directory):
         return str(directory)
@@ -115,7 +116,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str
     return str(directory)
 
 
-def cache_path(config: Config, task: Task) -> Path:
+def cache_path(config: Config, task: Problems) -> Path:
     """Directory that the model of this configuration and task has in the cache."""
     settings, posed = _settings(config), task.posed if isinstance(task, HasPlayers) else config.task
     key = {
@@ -146,7 +147,7 @@ def _settings(config: Config) -> WarmStart:
     return config.model.warm_start
 
 
-def _pairs(seed: int, task: Task, start: int, count: int) -> list[Pair]:
+def _pairs(seed: int, task: Problems, start: int, count: int) -> list[Pair]:
     """Training pairs at these positions of an order that RL's order of problems does not follow."""
     pairs = []
     for position in range(start, start + count):

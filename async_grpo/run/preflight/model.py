@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from async_grpo.rollout.frozen import FrozenFailed, engine_config, teacher_promp
 from async_grpo.run.preflight.architecture import check_architecture
 from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
-from async_grpo.tasks.base import Problem, Task
+from async_grpo.tasks.base import Problem, Problems, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask
+from async_grpo.tasks.mixture import named_error, parts_of
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.sources import quiet_hub
 
@@ -70,10 +72,12 @@ LARGE_LAG = 8
 
 
 def look(
-    config: Config, task: Task, *, model_dir: str | None = None, of_evaluation: bool = False
+    config: Config, task: Problems, *, model_dir: str | None = None, of_evaluation: bool = False
 ) -> list[str] | None:
     """Check model and prompts as `check_fit`; None while the model is still to be made."""
-    _check_episodes(config, task)
+    for own, one in parts_of(config, task):
+        with _named(own):
+            _check_episodes(own, one)
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task, of_evaluation=of_evaluation))
@@ -81,14 +85,18 @@ def look(
     return None
 
 
-def check_metric_and_journal(config: Config, components: list[str]) -> None:
-    """Check settings that only the task knows, and the journal's place. Raises SetupError."""
+def check_metric(config: Config, components: list[str]) -> None:
+    """Check what a filter looks at, which only the task knows. Raises SetupError."""
     filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
     if filters.enable and filters.metric not in known:
         raise SetupError(
             f"`replay.filter_groups.metric` is {filters.metric!r}; for task "
             f"{config.task.name} it is one of {', '.join(known)}."
         )
+
+
+def check_journal(config: Config) -> None:
+    """Check the journal's place. Raises SetupError."""
     journal = Path(config.run.dir) / "journal"
     if journal.exists() and not journal.is_dir():
         raise SetupError(
@@ -96,7 +104,18 @@ def check_metric_and_journal(config: Config, components: list[str]) -> None:
         )
 
 
-def known_model(config: Config, task: Task | None = None) -> str | None:
+@contextmanager
+def _named(own: Config) -> Iterator[None]:
+    """Name the task of several in what is refused inside."""
+    try:
+        yield
+    except SetupError as error:
+        if not own.posed:
+            raise
+        raise type(error)(named_error(own.posed, error)) from error
+
+
+def known_model(config: Config, task: Problems | None = None) -> str | None:
     """Directory or hub name of the model; None for a warm-started one of this task that is not in
     the cache.
     """
@@ -130,7 +149,7 @@ def rate_notes(config: Config) -> Iterator[str]:
         )
 
 
-def rendered(config: Config, task: Task) -> tuple[list[tuple[str, int]], list[int]]:
+def rendered(config: Config, task: Problems) -> tuple[list[tuple[str, int]], list[int]]:
     """Return the first prompts as the model sees them with their tokens, and how many tokens each
     of a sample has; nothing while the model is still to be made. Raises SetupError.
     """
@@ -139,21 +158,22 @@ def rendered(config: Config, task: Task) -> tuple[list[tuple[str, int]], list[in
         return [], []
     with quiet_hub():
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    chat, sample = _chat(config, tokenizer, task), list(_sample(config, task).values())
-    ids = [_encoded(config, model, tokenizer, problem, chat) for problem in sample]
-    return [(tokenizer.decode(one), len(one)) for one in ids[:SHOWN]], sorted(map(len, ids))
+    shown, lengths = list[tuple[str, int]](), list[int]()
+    for own, one in parts_of(config, task):
+        chat, sample = _chat(own, tokenizer, one), list(_sample(own, one).values())
+        ids = [_encoded(own, model, tokenizer, problem, chat) for problem in sample]
+        shown += [(tokenizer.decode(each), len(each)) for each in ids[:SHOWN]]
+        lengths += map(len, ids)
+    return shown, sorted(lengths)
 
 
 def check_fit(
-    config: Config, model: str, task: Task, *, of_evaluation: bool = False
+    config: Config, model: str, task: Problems, *, of_evaluation: bool = False
 ) -> Iterator[str]:
     """Check that `model` and the prompts of `task` fit; lines for the user. Raises SetupError.
     of_evaluation: look at held-out problems, since nothing is trained.
     """
     yield from rate_notes(config)
-    yield from _outside_notes(config, task)
-    if isinstance(task, RowTask):
-        yield from task.notes
     with quiet_hub():
         architecture = _architecture(model)
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
@@ -167,20 +187,9 @@ def check_fit(
     rows = architecture.get("vocab_size")
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
-    sample = _held_out_sample(config, task) if of_evaluation else _sample(config, task)
-    chat = _chat(config, tokenizer, task)
-    yield from _check_prompts(config, model, sample, tokenizer, rows, chat)
-    if getattr(tokenizer, "chat_template", None) and all(
-        isinstance(problem.prompt, str) for problem in sample.values()
-    ):
-        yield (
-            f"note: {model} has a chat template, but the prompts of task {config.task.name} "
-            "are plain text: the template is applied to lists of messages only"
-        )
-    yield from _check_answers(config, list(sample.values()), tokenizer)
-    if not of_evaluation:
-        plays = isinstance(with_tools(task, config.environment.tools), HasEnvironment)
-        _check_given(config, sample, tokenizer, plays=plays)
+    for own, one in parts_of(config, task):
+        with _named(own):
+            yield from _check_task(own, model, one, tokenizer, rows, of_evaluation=of_evaluation)
     _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
@@ -199,11 +208,34 @@ def check_fit(
             raise SetupError(f"frozen.{name}: {error}") from error
 
 
+def _check_task(
+    config: Config, model: str, task: Task, tokenizer: Any, rows: int | None, *, of_evaluation: bool
+) -> Iterator[str]:
+    """Check the prompts of one task. rows: of the model's vocabulary, where they are known."""
+    yield from _outside_notes(config, task)
+    if isinstance(task, RowTask):
+        yield from task.notes
+    sample = _held_out_sample(config, task) if of_evaluation else _sample(config, task)
+    chat = _chat(config, tokenizer, task)
+    yield from _check_prompts(config, model, sample, tokenizer, rows, chat)
+    if getattr(tokenizer, "chat_template", None) and all(
+        isinstance(problem.prompt, str) for problem in sample.values()
+    ):
+        yield (
+            f"note: {model} has a chat template, but the prompts of task {config.task.name} "
+            "are plain text: the template is applied to lists of messages only"
+        )
+    yield from _check_answers(config, list(sample.values()), tokenizer)
+    if not of_evaluation:
+        plays = isinstance(with_tools(task, config.environment.tools), HasEnvironment)
+        _check_given(config, sample, tokenizer, plays=plays)
+
+
 def _check_frozen(run: Config, name: str, policy: str, tokenizer: Any) -> None:
     """Check a frozen model for what it is used for. Raises SetupError."""
     config = engine_config(run, name)
     model = str(config.model.path)
-    kinds = {judge.kind for judge in run.task.judges.values() if judge.model == name}
+    kinds = {judge.kind for judge in run.judges.values() if judge.model == name}
     with quiet_hub():
         architecture = _architecture(model, scores="reward_model" in kinds)
         other = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
@@ -268,19 +300,21 @@ def _check_episodes(config: Config, task: Task) -> None:
         )
 
 
-def _check_warm_start(config: Config, task: Task) -> None:
+def _check_warm_start(config: Config, task: Problems) -> None:
     """Check what is known before the model is made. Raises SetupError."""
     model, letters = "a warm-started model", _Letters()
     warm_start = needed("warm_start", "`model.warm_start`")
-    list(_outside_notes(config, task))
-    sample = _sample(config, task)
-    for place, problem in sample.items():
-        if why := warm_start.unfit(problem):
-            raise SetupError(f"task {config.task.name}, {place}: {why}")
+    for own, one in parts_of(config, task):
+        with _named(own):
+            list(_outside_notes(own, one))
+            sample = _sample(own, one)
+            for place, problem in sample.items():
+                if why := warm_start.unfit(problem):
+                    raise SetupError(f"task {own.task.name}, {place}: {why}")
+            # their notes come again when the model is there
+            list(_check_prompts(own, model, sample, letters, None, None))
+            list(_check_answers(own, list(sample.values()), letters))
     _check_positions(config, model, {"max_position_embeddings": WARM_START_POSITIONS})
-    # their notes come again when the model is there
-    list(_check_prompts(config, model, sample, letters, None, None))
-    list(_check_answers(config, list(sample.values()), letters))
     _check_trained(config, None)
     existing = next(path for path in warm_start.cache_path(config, task).parents if path.exists())
     try:

@@ -15,17 +15,18 @@ from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
-from async_grpo.run.preflight.model import check_metric_and_journal, look
+from async_grpo.run.preflight.model import check_journal, check_metric, look
 from async_grpo.runtime.text import listed
 from async_grpo.runtime.variables import variables
-from async_grpo.tasks.base import Task, TaskError, task_weights
-from async_grpo.tasks.registry import check_concurrency, held_out, load_task
+from async_grpo.tasks.base import Problems, TaskError, task_weights
+from async_grpo.tasks.mixture import ProblemOrder, load_tasks, parts_of, reward_weights
+from async_grpo.tasks.registry import check_concurrency, held_out
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What a check found. config: what was checked, with what a run keeps that goes on. weights: of
-    the reward components. problems, fingerprint: of the training data; held_out: problems to
+    the reward components. problems, order, fingerprint: of the training data; held_out: problems to
     evaluate on. checkpoint: where the run goes on. notes: on the model; None where it is to be made
     first.
     """
@@ -33,6 +34,7 @@ class Checked:
     config: Config
     weights: dict[str, float]
     problems: int
+    order: ProblemOrder
     held_out: int
     fingerprint: str
     total_steps: int
@@ -46,11 +48,13 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     try:
         preflight_files(config)
         addresses(config)
-        variables(config.task.env_vars, "task.env_vars")
-        task = load_task(config.task, config.seed)
-        check_concurrency(config, task)
-        weights = task_weights(config.task, task)
-        check_metric_and_journal(config, list(weights))
+        variables(config.env_vars, "task.env_vars")
+        task = load_tasks(config)
+        for own, one in parts_of(config, task):
+            check_concurrency(own, one)
+            check_metric(own, list(task_weights(own.task, one)))
+        check_journal(config)
+        weights, order = reward_weights(config, task), ProblemOrder.of(config, task)
         evaluated = held_out(config, task)
         if notes is None:  # once: a trainer is checked more than once
             notes = look(config, task)
@@ -66,6 +70,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         config,
         weights,
         problems=len(task),
+        order=order,
         held_out=evaluated,
         fingerprint=data,
         total_steps=total_steps,
@@ -75,7 +80,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     )
 
 
-def _data(config: Config, task: Task) -> str:
+def _data(config: Config, task: Problems) -> str:
     """Identify the problems, and of several teachers the one of each. Raises TaskError for rows
     that name none of them.
     """

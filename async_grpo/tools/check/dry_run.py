@@ -52,7 +52,8 @@ from async_grpo.run.preflight.model import known_model, rendered
 from async_grpo.runtime.text import counted, shortened
 from async_grpo.tasks.base import RowsRefused, Task, TaskError
 from async_grpo.tasks.data import RowTask
-from async_grpo.tasks.registry import held_out, load_task
+from async_grpo.tasks.mixture import load_tasks, parts_of
+from async_grpo.tasks.registry import held_out
 from async_grpo.tasks.sources import quiet_hub
 from async_grpo.tools.check.known_models import known_config, names
 from async_grpo.tools.predict.advice import one_change, said
@@ -158,7 +159,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
     if placement is not None:
         warnings += _warnings(config, placement)
     if checked:
-        warnings += _episode_warnings(config, load_task(config.task, config.seed))
+        tasks = parts_of(config, load_tasks(config))
+        warnings += dict.fromkeys(line for part in tasks for line in _episode_warnings(*part))
     console.info(*[f"warning: {line}" for line in warnings] or ["no warnings"])
     refused = list(dict.fromkeys(refused))
     console.info(*[f"refused: {line}" for line in refused[:-1]])
@@ -184,7 +186,7 @@ def _data(config: Config, *, noted: bool) -> Iterator[Line]:
     out is among the warnings.
     """
     with suppress(TaskError), quiet_hub():
-        task = load_task(config.task, config.seed)
+        task = load_tasks(config)
         evaluated = held_out(config, task)
         yield "training problems", f"{len(task):,}"
         yield "held-out problems", f"{evaluated:,}" if evaluated else "none: no evaluation"
@@ -237,7 +239,7 @@ def _shape(config: Config, *, unread: bool) -> tuple[Shape | None, str]:
             why = f"the model's size is that of {path} in a table of well-known models, not read"
             return shape_of(config, known), why
         with quiet_hub():
-            task = load_task(config.task, config.seed) if path is None else None
+            task = load_tasks(config) if path is None else None
             model = None if task is not None else str(Path(path or "").expanduser())
             return shape_of(config, known_model(config, task) if task is not None else model), ""
     except UntrainableError as error:

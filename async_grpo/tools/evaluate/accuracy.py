@@ -15,13 +15,14 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.run.preflight.model import look
-from async_grpo.tasks.registry import create_task, held_out
+from async_grpo.tasks.mixture import create_tasks
+from async_grpo.tasks.registry import held_out
 from async_grpo.tools.evaluate.alone import LABEL, actor_alone, quiet
 
 
 def evaluate(config: Config, console: Console) -> dict[str, float]:
     """Answer the held-out problems; the metrics `eval/...`. Raises SetupError, TaskError."""
-    task = create_task(config.task, config.seed)  # which may have no training data
+    task = create_tasks(config)  # which may have no training data
     total = held_out(config, task)
     if not total:
         raise SetupError(f"task {config.task.name} has no held-out problems: set task.eval")

@@ -26,7 +26,8 @@ from async_grpo.rollout.engine.base import EngineError
 from async_grpo.rollout.host import EngineHost
 from async_grpo.run.checkpoint import directory
 from async_grpo.run.preflight.model import known_model, positions
-from async_grpo.tasks.registry import HELD_OUT, create_task
+from async_grpo.tasks.mixture import create_tasks
+from async_grpo.tasks.registry import HELD_OUT
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.weights.transport import Version, resolve_backend
 
@@ -150,7 +151,7 @@ def _model_of(file: Path, overrides: Sequence[str]) -> str:
     config = load_config(file, overrides)
     if config.model.path is not None:
         return config.model.path
-    made = known_model(config, create_task(config.task, config.seed))
+    made = known_model(config, create_tasks(config))
     if made is None:
         raise SetupError(f"the model of {file} is made by its first run: run it before")
     return made

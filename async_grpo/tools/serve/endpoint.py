@@ -27,6 +27,7 @@ from async_grpo.agents.served import ServedTask
 from async_grpo.config.schema import Config
 from async_grpo.environments.base import HasPlayers, Observation
 from async_grpo.environments.pool import EnvironmentFailed
+from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.rollout.generation import sampling_of
 from async_grpo.rollout.host import EngineHost
@@ -41,6 +42,8 @@ FAILED = 1
 
 def serve(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
     """Serve until all episodes are played, or until it is stopped; the exit code."""
+    if config.tasks:
+        raise SetupError("one task is served, and `tasks` has several: say which with --task")
     task = create_task(config.task, config.seed)
     console.info(*(look(config, task, of_evaluation=True) or []))
     with quiet():
@@ -51,7 +54,7 @@ async def _served(config: Config, console: Console, *, episodes: int, file: Text
     failed = 0
     async with actor_alone(config, console, name="serve") as actor:
         words = actor.parts.tokenizer.decode
-        playing = _problems if isinstance(actor.parts.task, HasPlayers) else _by_hand
+        playing = _problems if isinstance(actor.parts.posed[""].task, HasPlayers) else _by_hand
         async for shown in playing(config, console, actor, episodes):
             failed += shown.failed is not None
             console.info(*shown.lines(words))
@@ -64,7 +67,7 @@ async def _problems(
     config: Config, console: Console, actor: EngineHost, episodes: int
 ) -> AsyncIterator[Shown]:
     """Play held-out problems, all at the same time; each when it has ended."""
-    player = actor.parts.player
+    player = actor.parts.posed[""].player
     assert isinstance(player, ServedPlayer)
     problems = actor.parts.task.evaluation(episodes)
     plays = [_play(config, player, problem, number) for number, problem in enumerate(problems, 1)]
@@ -79,7 +82,8 @@ async def _by_hand(
     assert actor.parts.players is not None
     room = f"{config.rollout.response_length} sampled tokens (rollout.response_length)"
     hand = _Hand(console, f"it ends after {config.rollout.max_turns} turns, or {room}")
-    player = await actor.parts.players.outside(ServedTask.players).served(hand, actor.parts.task)
+    task = actor.parts.posed[""].task
+    player = await actor.parts.players.outside(ServedTask.players).served(hand, task)
     problem, number = Problem("", {}), 0
     with hand.listening():
         while not hand.stopped:

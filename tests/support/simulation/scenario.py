@@ -10,20 +10,23 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.replay.rules import OnStale, QueueSettings
+from async_grpo.replay.rules import OnStale, QueueSettings, TaskRule
+from async_grpo.tasks.mixture import Quotas
 from async_grpo.tools.predict.engine import Speed
 from async_grpo.tools.predict.workload import Workload, crowding
 from async_grpo.wire.codec import encode_group
 from async_grpo.wire.groups import Group, GroupTicket, Row, VersionSpan
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
-STATES = (*OPEN_STATES, "trained", "rejected", "expired", "failed", "skipped", "unused")
+LOST = ("rejected", "expired", "failed")
+STATES = (*OPEN_STATES, "trained", *LOST, "skipped", "unused")
 PROMPT_SHARE = 0.8
 """Of the spread of lengths (in log), what the prompt decides; the rest is each response's own. The
 squares add up to 1.
@@ -56,6 +59,8 @@ class Scenario:
     problems: int = 0
     """0: no problem is retired. Otherwise those answered right at a rate of `retire_at`."""
     retire_at: float = 1.0
+    weights: tuple[float, ...] = ()
+    """Of several tasks, which keep their shares of what is not lost (`replay.quota`)."""
 
     group_size: int = 2
     mean_tokens: float = 4.0
@@ -129,6 +134,7 @@ class Scenario:
 
     def settings(self, trained_steps: int) -> QueueSettings:
         """Return the queue's settings for a start after `trained_steps`."""
+        rule = TaskRule(self.group_size, FilterRule())
         return QueueSettings(
             rollout_batch_size=self.rollout_batch_size,
             max_staleness=self.max_staleness,
@@ -142,6 +148,9 @@ class Scenario:
             retire_at=self.retire_at if self.problems else None,
             problem=self.problem if self.problems else None,
             problems=self.problems,
+            task_of=self.quotas.__getitem__ if self.weights else None,
+            tasks={str(number): rule for number in range(len(self.weights))},
+            replaces_lost=bool(self.weights),
             trained_steps=trained_steps,
             order=self.order,
             on_stale=self.on_stale,
@@ -149,6 +158,11 @@ class Scenario:
             publish_every=self.publish_every,
             ticket_timeout_s=self.ticket_timeout_s,
         )
+
+    @cached_property
+    def quotas(self) -> Quotas:
+        """Return the order of the tasks."""
+        return Quotas({str(number): [(0, one)] for number, one in enumerate(self.weights)})
 
     def problem(self, group_id: int) -> int:
         """Pose each problem once per epoch, in another order each time."""

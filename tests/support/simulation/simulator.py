@@ -104,6 +104,9 @@ class Simulation:
                 self.news = False
                 await self.ask()
             self.producers.share_cores(learning=self.newest > self.step)
+            if self.checked and self.scenario.weights:
+                states = {one: record["state"] for one, record in (await self.history()).items()}
+                self.witness.shares(states, self.queue.ledger.owed)
             if self.chance(self.scenario.queue_death) and not self.ended:
                 await self.die()
             if self.checked:
@@ -182,12 +185,15 @@ class Simulation:
 
     async def open_ids(self) -> dict[int, str]:
         """Return the ids that are not done with, and their states."""
-        history = await self.queue.history(list(self.witness.tickets))
         return {
             group_id: record["state"]
-            for group_id, record in history.items()
+            for group_id, record in (await self.history()).items()
             if record["state"] in OPEN_STATES
         }
+
+    async def history(self) -> dict[int, dict[str, Any]]:
+        """Return what has become of the ids that were given out."""
+        return await self.queue.history(list(self.witness.tickets))
 
     async def payload(self, batch: Batch) -> list[bytes]:
         """Return the frames of a batch."""

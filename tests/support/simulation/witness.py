@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_grpo.wire.groups import Batch, GroupTicket
-from tests.support.simulation.scenario import STATES, Job, Scenario
+from tests.support.simulation.scenario import LOST, STATES, Job, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Witness:
         self.done: dict[tuple[int, int], Completed] = {}
         self.trained: dict[int, int] = {}
         self.retired: set[int] = set()
+        self.lost: set[int] = set()
         self.next_id = 0
         self.seen: Counter[str] = Counter()
 
@@ -74,9 +75,8 @@ class Witness:
     def pass_over(self, group_ids: range) -> None:
         """Ids that nobody was given."""
         for group_id in group_ids:
-            assert self.scenario.problems and self.scenario.problem(group_id) in self.retired, (
-                f"id {group_id} was never given out"
-            )
+            retired = self.scenario.problems and self.scenario.problem(group_id) in self.retired
+            assert retired or self.scenario.weights, f"id {group_id} was never given out"
             self.seen["skipped"] += 1
 
     def answered(self, job: Job, status: str, *, frame: bytes, rejected: bool, now: float) -> None:
@@ -182,6 +182,17 @@ class Witness:
         assert counts["expirations"] == self.seen["expired"], (
             f"{self.seen['expired']} should have expired: {counts}"
         )
+
+    def shares(self, states: dict[int, str], owed: Counter[str]) -> None:
+        """Groups that are not lost, with those that lost ones still owe, are of the first tasks of
+        the order. states: of the ids that the queue remembers.
+        """
+        quotas = self.scenario.quotas
+        self.lost |= {group_id for group_id, state in states.items() if state in LOST}
+        kept = Counter(quotas[group_id] for group_id in self.tickets.keys() - self.lost)
+        order = Counter(quotas[place] for place in range(kept.total() + owed.total()))
+        assert kept + owed == order, f"{kept} and {owed} owed, instead of {order}"
+        self.seen["owed"] += owed.total() > 0
 
     def restart(self, step: int, open_ids: dict[int, str]) -> None:
         """Start the run again after `step` steps, while these ids are open. What the lost steps
