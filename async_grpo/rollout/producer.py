@@ -22,7 +22,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,12 @@ process gets from all actors together.
 
 @dataclass(eq=False)
 class _GroupWork:
-    """One group between ticket and answer: its stage, since when, when it came (monotonic s).
-    asks: who scores it.
+    """One group between ticket and answer: its task, its stage, since when, when it came (monotonic
+    s). asks: who scores it.
     """
 
     ticket: GroupTicket
+    posed: PosedTask
     stage: str
     since: float
     begun: float
@@ -121,7 +122,6 @@ class GroupProducer(EngineHost):
         }
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
-        self._order: ProblemOrder | None = None
         self._groups: dict[tuple[int, int], _GroupWork] = {}
         self._outbox: list[tuple[_GroupWork, bytes]] = []
         self._outbox_filled = asyncio.Event()
@@ -214,6 +214,10 @@ class GroupProducer(EngineHost):
         task = load_tasks(self._config)
         return task, task.train(0)
 
+    @cached_property
+    def _order(self) -> ProblemOrder:
+        return ProblemOrder.of(self._config, self.parts.task)
+
     def _group_tasks(self) -> list[asyncio.Task[None]]:
         return [work.task for work in self._groups.values() if work.task is not None]
 
@@ -249,8 +253,8 @@ class GroupProducer(EngineHost):
         return min(room, max(0, (limit - begun) // self._responses))
 
     def _start_group(self, ticket: GroupTicket) -> None:
-        now = time.monotonic()
-        work = _GroupWork(ticket, "queued", now, now)
+        now, posed = time.monotonic(), self.parts.posed[self._order.task(ticket.group_id)]
+        work = _GroupWork(ticket, posed, "queued", now, now)
         if work.key not in self._groups:
             self._groups[work.key] = work
             work.task = asyncio.create_task(self._produce(work))
@@ -304,8 +308,6 @@ class GroupProducer(EngineHost):
 
     async def _group(self, work: _GroupWork) -> Group:
         config, parts, ticket, queued = self._config, self.parts, work.ticket, time.time()
-        if self._order is None:
-            self._order = ProblemOrder.of(config, parts.task)
         problem, seed = parts.task.train(self._order(ticket.group_id)), None
         if config.seeded:
             seed = hash63(config.seed, "given", ticket.group_id)
@@ -323,13 +325,13 @@ class GroupProducer(EngineHost):
         """Generate the episodes of a group, and have them graded and taught. queued: when the
         ticket came.
         """
-        posed, ticket = self.parts.posed[problem.task], work.ticket
+        posed, ticket = work.posed, work.ticket
         if posed.player is None:
-            episodes = await self._respond(work, posed, problem)
+            episodes = await self._respond(work, problem)
         else:
-            episodes = await self._play(work, posed, problem, posed.player)
+            episodes = await self._play(work, problem, posed.player)
         if (judges := self._judges.get(problem.task)) is not None:
-            await self._grade(work, posed, judges, problem, episodes)
+            await self._grade(work, judges, problem, episodes)
         for episode in episodes:
             episode.rewards = posed.named(episode.rewards)
         scored, size = time.time(), posed.config.rollout.group_size
@@ -360,31 +362,27 @@ class GroupProducer(EngineHost):
             },
         )
 
-    async def _respond(self, work: _GroupWork, posed: PosedTask, problem: Problem) -> list[Episode]:
+    async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
         """Generate and score the responses to a plain prompt: episodes of one turn."""
         prompt = self._encode(problem)
         self._enter(work, "generating")
-        completions = await self._generate(work, posed, prompt)
+        completions = await self._generate(work, prompt)
         done = time.time()
         self._enter(work, "verifying")
-        scores = await self._score(work, posed, problem, completions)
+        scores = await self._score(work, problem, completions)
         return [
             Episode.of(prompt, completion, score, ended=done)
             for completion, score in zip(completions, scores, strict=True)
         ]
 
-    async def _play(
-        self, work: _GroupWork, posed: PosedTask, problem: Problem, player: Player
-    ) -> list[Episode]:
+    async def _play(self, work: _GroupWork, problem: Problem, player: Player) -> list[Episode]:
         """Play the episodes of a group, whose environments all begin with the same seed."""
         config, ticket = self._config, work.ticket
 
         def changed(generating: bool) -> None:
             self._enter(work, "generating" if generating else "environment")
 
-        wanted = [
-            one for sampling in self._wanted(ticket, posed) for one in [sampling] * sampling.n
-        ]
+        wanted = [one for sampling in self._wanted(work) for one in [sampling] * sampling.n]
         begun: list[list[Turn]] = []
         if self._partials is not None:
             begun = self._partials.take_turns(ticket, len(wanted), self._counts)
@@ -398,11 +396,9 @@ class GroupProducer(EngineHost):
             plays.append(_played(player, problem, sampling, seed=seed, group=work.play))
         return await work.play.all(plays)
 
-    async def _generate(
-        self, work: _GroupWork, posed: PosedTask, prompt: list[int]
-    ) -> list[Completion]:
+    async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
         """Generate samples, then greedy responses, from partial ones where the ticket has some."""
-        ticket, wanted = work.ticket, self._wanted(work.ticket, posed)
+        ticket, wanted = work.ticket, self._wanted(work)
         prefixes: list[Completion] = []
         if self._partials is not None:
             prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
@@ -410,41 +406,36 @@ class GroupProducer(EngineHost):
         work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
         return await work.generation.finish()
 
-    def _wanted(self, ticket: GroupTicket, posed: PosedTask) -> list[Sampling]:
+    def _wanted(self, work: _GroupWork) -> list[Sampling]:
         """How the responses of a group are sampled: samples, then the greedy ones."""
-        config, rollout = self._config, posed.config.rollout
+        config, rollout = self._config, work.posed.config.rollout
         samples = Sampling(
             n=rollout.group_size,
             max_tokens=rollout.response_length,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            seed=hash63(config.seed, ticket.group_id) if config.seeded else None,
+            seed=hash63(config.seed, work.ticket.group_id) if config.seeded else None,
             repetition=rollout.repetition,
         )
         return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
 
     async def _score(
-        self, work: _GroupWork, posed: PosedTask, problem: Problem, completions: list[Completion]
+        self, work: _GroupWork, problem: Problem, completions: list[Completion]
     ) -> list[Score]:
-        results = await posed.verifiers.score_many(
+        results = await work.posed.verifiers.score_many(
             [(self._text(completion), problem.reference) for completion in completions]
         )
         scores = []
         for result in results:
             if isinstance(result, VerifierError):
-                self._refused(work, posed, result)
-                result = Score(rewards=dict.fromkeys(posed.task.weights, 0.0), correct=0.0)
+                self._refused(work, result)
+                result = Score(rewards=dict.fromkeys(work.posed.task.weights, 0.0), correct=0.0)
             scores.append(result)
         return scores
 
     async def _grade(
-        self,
-        work: _GroupWork,
-        posed: PosedTask,
-        judges: Judges,
-        problem: Problem,
-        episodes: list[Episode],
+        self, work: _GroupWork, judges: Judges, problem: Problem, episodes: list[Episode]
     ) -> None:
         """Add what judges say of each episode to its rewards."""
         work.asks = "its judges"
@@ -459,7 +450,7 @@ class GroupProducer(EngineHost):
         for name, values in (await judges.grade(problem, texts)).items():
             for episode, value in zip(episodes, values, strict=True):
                 if isinstance(value, VerifierError):
-                    self._refused(work, posed, value)
+                    self._refused(work, value)
                     value = 0.0
                 episode.rewards[name] = value
         self._counts["judged"] += 1
@@ -471,12 +462,12 @@ class GroupProducer(EngineHost):
         self._counts[f"verifier_errors_{kind}"] += 1
         self._verifier_errors[kind] = shortened(first_line(error), 300)
 
-    def _refused(self, work: _GroupWork, posed: PosedTask, error: VerifierError) -> None:
+    def _refused(self, work: _GroupWork, error: VerifierError) -> None:
         """Count what could not be scored, and raise it unless it is worth 0, as VerifierFailed
         where it ends the run.
         """
         self._noted(error.reason, error)
-        on_error = posed.config.task.verifier.on_error
+        on_error = self._config.task.verifier.on_error
         if on_error == "fail":
             raise VerifierFailed(
                 f"a verifier of {self.actor_id}: group {work.ticket.group_id} could not be "
