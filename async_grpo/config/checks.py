@@ -137,6 +137,12 @@ def _tasks(config: Config) -> Iterator[str]:
         ]
         if not any(held):
             yield f"All weights of `tasks` are 0 at step {start:g}: one of them must be above 0."
+    chooses = config.replay.difficulty.choose != "all"
+    if config.tasks and chooses and config.replay.quota == "issued":
+        yield (
+            "`replay.difficulty.choose` passes problems over, so that issued groups cannot have "
+            "the shares of `tasks`: set `replay.quota: trained`."
+        )
     if config.replay.quota == "trained" and common.enable and common.retire_at is not None:
         yield (
             "`replay.quota` is trained, and `replay.filter_groups.retire_at` may leave a task "

@@ -408,6 +408,24 @@ class FilterGroups(Section):
     """End the run after this many times `rollout_batch_size` rejections in a step; 0: no limit."""
 
 
+class Difficulty(Section):
+    """Pose problems more often whose responses are right now and then."""
+
+    on_resume = warn("which problems are posed, from here on")
+    choose: Literal["all", "window", "gaussian"] = "all"
+    """Which problems are posed: all; those whose pass rate is at most `width` from `target`; or
+    with a chance that falls with that distance like a normal density. A problem without a pass rate
+    is always posed; the rate is of its groups that were trained or rejected by a filter, the last
+    one counts half.
+    """
+    target: Fraction = 0.5
+    """The best pass rate."""
+    width: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Largest distance from it, or the standard deviation."""
+    explore: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Least chance of any problem, which has it measured again."""
+
+
 class MixedTask(TaskConfig):
     """A task of several. What it does not say is as in `task`."""
 
@@ -489,6 +507,7 @@ class Replay(Section):
     """Weights of `tasks` are exact shares of the groups issued; `trained`: of those that filters
     and failures leave, a lost group is followed by one of the same task.
     """
+    difficulty: Difficulty = Difficulty()
     plugins: list[ModuleName] = Field([])
     """Modules of yours that register group filters; the queue imports them: no torch in them."""
     journal: Journal = Journal()

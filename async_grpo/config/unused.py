@@ -49,6 +49,14 @@ def _unlike(owner: str, idle: object, wanted: str, *keys: str) -> _Owned:
 
 OWNED = (
     _unlike("tasks", {}, "two or more", "replay.quota"),
+    _unlike(
+        "replay.difficulty.choose",
+        "all",
+        "window",
+        "replay.difficulty.target",
+        "replay.difficulty.width",
+        "replay.difficulty.explore",
+    ),
     _on("algorithm.use_kl_loss", "algorithm.kl_loss_coef", "algorithm.kl_loss_type"),
     _on("algorithm.dual_clip_loss", "algorithm.clip_ratio_c"),
     _on("algorithm.overlong_buffer.enable", "algorithm.overlong_buffer"),

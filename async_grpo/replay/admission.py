@@ -1,5 +1,5 @@
-"""Divides free slots among rollout actors, retires problems that are answered right, keeps the
-shares of tasks, and tells when a run has nothing left to learn from.
+"""Divides free slots among rollout actors, passes problems over that are answered right or too
+easy or hard, keeps the shares of tasks, and tells when a run has nothing left to learn from.
 
 Runs in: the replay queue's process. Hides the count of free slots, the memory of who asked, and how
 a group id becomes a problem; the set of retired problems is the ledger's. With
@@ -16,12 +16,12 @@ Invariant: a problem that is retired stays retired; only ids that are not issued
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from async_grpo.algo.filters import accuracy
 from async_grpo.errors import NoSignal, SetupError
-from async_grpo.replay.events import Event, Expire, Fail, Reject
+from async_grpo.replay.events import Event, Expire, Fail, Rate, Reject
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.partial import PartialStart
@@ -73,6 +73,34 @@ class Retirement:
     def _index(self, group_id: int) -> int:
         assert self._problem is not None  # with `retire_at`, QueueSettings has one
         return self._problem(group_id)
+
+
+class PassRates:
+    """Rule of `settings.difficulty` over the pass rates of problems, which are the ledger's; idle
+    without.
+    """
+
+    def __init__(self, settings: QueueSettings, rates: dict[int, float]) -> None:
+        self._rule, self._problem, self._rates = settings.difficulty, settings.problem, rates
+
+    def skips(self, group_id: int) -> bool:
+        """Whether the problem of this id is passed over."""
+        if self._rule is None or self._problem is None:
+            return False
+        rate = self._rates.get(self._problem(group_id))
+        return rate is not None and not self._rule.poses(group_id, rate)
+
+    def rated(self, groups: Iterable[GroupMeta]) -> Iterator[Rate]:
+        """Yield what groups that are done with say of their problems."""
+        if self._rule is None or self._problem is None:
+            return
+        for meta in groups:
+            rate, problem = (
+                accuracy([row.verdict for row in meta.episodes_to_train]),
+                self._problem(meta.group_id),
+            )
+            if rate is not None:
+                yield Rate(problem, (rate + self._rates.get(problem, rate)) / 2)
 
 
 class TaskShares:

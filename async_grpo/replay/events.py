@@ -26,8 +26,8 @@ class Issue(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """`number` new ids from `group_id` on pose retired problems, or are of tasks whose turn it is
-    not: nobody produces them.
+    """`number` new ids from `group_id` on pose problems that are retired or passed over, or are of
+    tasks whose turn it is not: nobody produces them.
     """
 
     group_id: int
@@ -87,6 +87,13 @@ class Retire(NamedTuple):
     """A problem is posed no more."""
 
     problem: int
+
+
+class Rate(NamedTuple):
+    """A problem has another pass rate, by a group that is trained or rejected."""
+
+    problem: int
+    rate: float
 
 
 class Owe(NamedTuple):
@@ -157,6 +164,7 @@ Event = (
     | Drop
     | Forfeit
     | Retire
+    | Rate
     | Owe
     | Refuse
     | Waste

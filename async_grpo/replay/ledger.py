@@ -117,6 +117,8 @@ class Ledger:
         self.failed_before = 0
         """Groups that had failed for good when this start of the run began."""
         self.retired: set[int] = set()
+        self.rates: dict[int, float] = {}
+        """Pass rates of problems (`replay.difficulty`)."""
         self.owed: Counter[str] = Counter()
         """Lost groups by task, which none of the same task has followed yet (`replay.quota`)."""
         self.forfeited: set[str] = set()
@@ -176,6 +178,8 @@ class Ledger:
                 self.totals["forfeited"] += len(self.held.get(actor_id, ()))
             case events.Retire(problem):
                 self.retired.add(problem)
+            case events.Rate(problem, rate):
+                self.rates[problem] = rate
             case events.Owe(task, number):
                 self.owed[task] += number
                 self.totals["owed"] += max(0, number)
@@ -394,6 +398,7 @@ class Ledger:
             **counters,
             "tokens": self.tokens.snapshot(),
             "retired": sorted(self.retired),
+            "rates": [list(pair) for pair in self.rates.items()],
             "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
@@ -414,6 +419,7 @@ class Ledger:
             getattr(ledger, name).update(snapshot.get(name, {}))  # older ones have no `owed`
         ledger.closed = Counter({State(name): count for name, count in snapshot["closed"].items()})
         ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
+        ledger.rates = {problem: rate for problem, rate in snapshot.get("rates", ())}
         ledger.tokens = Tokens.from_snapshot(snapshot["tokens"])
         ledger.segment_steps = {segment: step for segment, step in snapshot["segment_steps"]}
         for entry in _entries(snapshot["groups"]) if entries is None else entries:

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -45,7 +46,7 @@ import numpy as np
 from async_grpo.algo.catalog import import_plugins
 from async_grpo.replay import events
 from async_grpo.replay.actor_reports import ActorReport, ActorReports
-from async_grpo.replay.admission import Admission, Retirement, TaskShares, check_signal
+from async_grpo.replay.admission import Admission, PassRates, Retirement, TaskShares, check_signal
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
@@ -129,6 +130,7 @@ class ReplayQueue:
         )
         self._retirement = Retirement(settings, self._ledger.retired)
         self._shares = TaskShares(settings, self._ledger)
+        self._pass_rates = PassRates(settings, self._ledger.rates)
         self._outstanding = OutstandingLimit(settings)
         self._admission = Admission(
             settings,
@@ -362,6 +364,7 @@ class ReplayQueue:
             "replay/live_version": float(ledger.live),
             "replay/steps": float(ledger.steps),
             "replay/retired": float(len(ledger.retired)),
+            **_pass_rates(ledger.rates),
             "replay/producers": float(len(ledger.held)),
             "replay/bytes": float(sum(len(entry.frame or b"") for entry in ready)),
             "replay/oldest_ready_s": now - min((entry.ready_at for entry in ready), default=now),
@@ -444,7 +447,9 @@ class ReplayQueue:
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
             while group_id < end and (
-                self._retirement.skips(group_id) or self._shares.skips(group_id)
+                self._retirement.skips(group_id)
+                or self._shares.skips(group_id)
+                or self._pass_rates.skips(group_id)
             ):
                 group_id += 1
             if group_id > first:
@@ -514,6 +519,8 @@ class ReplayQueue:
             self.record(events.Retire(retired))
         if reason is not None:
             shown = self._spared(frame)
+            for rated in self._pass_rates.rated([meta]):
+                self.record(rated)
             self.record(events.Reject(*ticket, reason, tokens, baseline), frame=shown)
             return Verdict(*ticket, "rejected", reason)
         result = bytes(memoryview(frame))
@@ -567,6 +574,8 @@ class ReplayQueue:
     def _finish_step(self) -> None:
         self._recorded = None
         if self._ledger.training_step is not None:
+            for rated in self._pass_rates.rated(e.result for e in self._ledger.training.values()):
+                self.record(rated)
             self.record(events.Done(self._ledger.training_step))
 
     def _current_batch(self) -> Batch:
@@ -576,3 +585,9 @@ class ReplayQueue:
             self._batch = Batch(step, tuple(entry.result for entry in training))
         assert self._batch is not None, "a step was taken"
         return self._batch
+
+
+def _pass_rates(rates: Mapping[int, float]) -> dict[str, float]:
+    """Count the problems by their pass rates, in fifths."""
+    found = Counter(min(4, int(5 * rate)) for rate in rates.values())
+    return {f"replay/pass_rate/{fifth}": float(found[fifth]) for fifth in range(5) if rates}

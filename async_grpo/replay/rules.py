@@ -7,8 +7,10 @@ Runs in: the replay queue's process. Hides nothing and keeps no state.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -54,6 +56,25 @@ def _filter_rule(config: Config) -> FilterRule | None:
 
 
 @dataclass(frozen=True)
+class DifficultyRule:
+    """How often a problem is posed, by its pass rate; see `schema.Difficulty`."""
+
+    choose: str
+    target: float
+    width: float
+    explore: float
+    seed: int
+
+    def poses(self, group_id: int, rate: float) -> bool:
+        """Whether this id, whose problem has this pass rate, is issued."""
+        distance = abs(rate - self.target) / self.width
+        chance = float(distance <= 1) if self.choose == "window" else math.exp(-(distance**2) / 2)
+        key = f"{self.seed}\0difficulty\0{group_id}".encode()
+        drawn = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
+        return drawn < max(chance, self.explore)
+
+
+@dataclass(frozen=True)
 class QueueSettings:
     """What the queue needs to know of a run, from `trained_steps` and `next_group_id` on; can be
     pickled.
@@ -93,6 +114,7 @@ class QueueSettings:
     task_of: Callable[[int], str] | None = None
     tasks: Mapping[str, TaskRule] = field(default_factory=dict)
     replaces_lost: bool = False
+    difficulty: DifficultyRule | None = None
     max_frame_bytes: int | None = None
     trained_steps: int = 0
     next_group_id: int = 0
@@ -135,6 +157,9 @@ class QueueSettings:
             task_of=task_of if config.tasks else None,
             tasks={name: TaskRule.of(config.of_task(name)) for name in config.tasks},
             replaces_lost=replay.quota == "trained",
+            difficulty=None
+            if replay.difficulty.choose == "all"
+            else DifficultyRule(**replay.difficulty.model_dump(), seed=config.seed),
             max_frame_bytes=config.wire.max_frame_bytes,
             trained_steps=trained_steps,
             plugins=tuple(replay.plugins),

@@ -135,16 +135,20 @@ def _class(found: griffe.Class, shown: str) -> Iterator[str]:
         head = f"{found.name}({bases})" if bases and not is_section else found.name
     yield _text(f"{shown}.{head}", found)
     if is_section:
-        yield "Its fields are the settings: [configuration](configuration/index.md).\n"
+        yield (
+            "Its fields are the settings: [configuration](configuration/index.md). "
+            "`config.model_copy(update={...})` is a copy with other values, checked like any.\n"
+        )
+        return
     members: dict[str, str] = {}
     for one in chain:
         for member in one.members.values():
-            if line := _member(member, fields=not is_section, dataclass="dataclass" in one.labels):
+            if line := _member(member, dataclass="dataclass" in one.labels):
                 members.setdefault(member.name, line)
     yield from _listed(members.values())
 
 
-def _member(member: griffe.Object, *, fields: bool, dataclass: bool) -> str:
+def _member(member: griffe.Object, *, dataclass: bool) -> str:
     """Describe a public attribute, property or method; nothing for another."""
     name, special = member.name, member.name.startswith("__")
     if name in ("__init__", "__new__"):
@@ -157,7 +161,7 @@ def _member(member: griffe.Object, *, fields: bool, dataclass: bool) -> str:
     if not isinstance(member, griffe.Attribute) or member.annotation is None:
         return _line(name, member) if "property" in member.labels else ""
     in_signature = dataclass and not member.docstring and "instance-attribute" in member.labels
-    if "property" not in member.labels and (not fields or in_signature):
+    if "property" not in member.labels and in_signature:
         return ""
     return _line(f"{name}: {member.annotation}".replace("'", '"'), member)
 

@@ -55,7 +55,14 @@ def below(*beginnings: str) -> set[str]:
 
 
 FIXED = {*ONCE.split(), *below("model.warm_start.", "model.lora.")}
-WHOLE = ("rollout.", "replay.filter_groups.", "algorithm.", "learner.", "evaluation.task")
+WHOLE = (
+    "rollout.",
+    "replay.filter_groups.",
+    "replay.difficulty.",
+    "algorithm.",
+    "learner.",
+    "evaluation.task",
+)
 WARNED = {*TOLD.split(), *below(*WHOLE)} - FIXED
 TRAINS = FIXED | {*TRAINED.split(), *below("algorithm.", "learner.")}
 

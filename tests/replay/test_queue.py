@@ -5,6 +5,7 @@ the run.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 import subprocess
@@ -28,7 +29,13 @@ from async_grpo.replay.metrics import batch_metrics
 from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.replay.rules import QueueSettings, check_bound, fair_share, problem_of
+from async_grpo.replay.rules import (
+    DifficultyRule,
+    QueueSettings,
+    check_bound,
+    fair_share,
+    problem_of,
+)
 from async_grpo.replay.token_ledger import token_counts
 from async_grpo.rollout.frozen import demonstration
 from async_grpo.tasks.registry import problem_index
@@ -896,6 +903,51 @@ async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement
     assert (await queue.snapshot())["ledger"][
         "retired"
     ] == []  # 2 of 3 right with the baseline, 1 of 2 without
+
+
+async def test_problems_are_posed_by_the_pass_rates_of_trained_and_rejected_groups() -> None:
+    rule = DifficultyRule("window", target=0.5, width=0.4, explore=1e-9, seed=3)
+    queue = ReplayQueue(
+        queue_settings(
+            rollout_batch_size=2,
+            max_staleness=3,
+            total_steps=50,
+            filter=FilterRule(),
+            difficulty=rule,
+            problem=lambda group_id: group_id % 4,
+            problems=4,
+        )
+    )
+    tickets = await take(queue, 4)
+    await queue.put("a", [frame_of(tickets[0], values=(1.0, 1.0))])  # rejected at once
+    await queue.put("a", [frame_of(ticket) for ticket in tickets[1:3]])
+    assert queue.ledger.rates == {0: 1.0}, "those that are only completed say nothing yet"
+    assert await queue.get_batch(1) is not None and queue.ledger.rates == {0: 1.0}
+    assert await queue.get_batch(2) is None  # step 1 is done
+    assert queue.ledger.rates == {0: 1.0, 1: 0.5, 2: 0.5}
+    await queue.fail("a", [tickets[3]], "lost")
+    again, *new = await take(queue, 4)
+    assert (again.group_id, [ticket.group_id for ticket in new]) == (3, [5, 6, 7])
+    metrics = await queue.metrics()
+    assert metrics["replay/pass_rate/4"] == 1 and metrics["replay/pass_rate/2"] == 2
+    await queue.put("a", [frame_of(new[0], values=(1.0, 1.0))])
+    assert queue.ledger.rates[1] == 0.75, "the last group counts half"
+    assert (await queue.counts())["skipped"] == 1
+
+
+def test_the_chance_of_a_problem_is_that_of_its_rate_and_always_the_same() -> None:
+    gaussian = DifficultyRule("gaussian", target=0.5, width=0.25, explore=0.1, seed=0)
+    window = DifficultyRule("window", target=0.5, width=0.25, explore=0.1, seed=0)
+    for rule, rate, chance in (
+        (gaussian, 0.5, 1.0),
+        (gaussian, 0.75, math.exp(-0.5)),
+        (gaussian, 1.0, math.exp(-2.0)),
+        (window, 0.75, 1.0),
+        (window, 0.8, 0.1),
+    ):
+        posed = [rule.poses(group_id, rate) for group_id in range(4000)]
+        assert sum(posed) / 4000 == pytest.approx(chance, abs=0.03)
+        assert posed == [rule.poses(group_id, rate) for group_id in range(4000)]
 
 
 def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:

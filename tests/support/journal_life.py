@@ -15,7 +15,7 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.replay.rules import QueueSettings
+from async_grpo.replay.rules import DifficultyRule, QueueSettings
 from async_grpo.wire.codec import GroupTicket, decode_meta, unpack_frames
 from tests.support import queues
 from tests.support.frames import frame_of
@@ -145,6 +145,11 @@ class Life:
         if rng.random() < 0.4:
             self.settings = replace(
                 self.settings, retire_at=1.0, problem=problem_of_id, problems=PROBLEMS
+            )
+        elif rng.random() < 0.5:
+            rule = DifficultyRule("window", target=0.0, width=0.4, explore=0.5, seed=seed)
+            self.settings = replace(
+                self.settings, difficulty=rule, problem=problem_of_id, problems=PROBLEMS
             )
         self.journal = journal_in(
             directory, "start-0", segment_bytes=rng.choice([700, 4000, 2**28])
