@@ -14,7 +14,7 @@ class Slow(Mixed):
     """Scoring takes a while."""
 
     def score(self, response: str, reference: Any) -> Score:
-        time.sleep(0.05)
+        time.sleep(0.02)
         return super().score(response, reference)
 
 

@@ -27,7 +27,7 @@ from tests.support.models import write_model
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, GROUPS, WEIGHTS = 16, 9, {"slow": 5, "failing": 3, "filtered": 1}
+STEPS, GROUPS, WEIGHTS = 10, 9, {"slow": 5, "failing": 3, "filtered": 1}
 LOST = (State.REJECTED, State.FAILED, State.EXPIRED, State.SKIPPED)
 pytestmark = pytest.mark.timeout(400)
 
@@ -94,7 +94,7 @@ def test_tasks_keep_their_shares_of_what_is_trained_whatever_dies(tmp_path: Path
             assert sum(shares.values()) == GROUPS
             if number == 2:
                 kill(trainer, trainer.system.actors.alive()[0].handle)
-            if number == 8:
+            if number == 5:
                 kill(trainer, trainer.system.queue._handle)
         assert trainer.steps_done == total
         accuracy = trainer.evaluations[-1][1]
@@ -110,13 +110,6 @@ def test_tasks_keep_their_shares_of_what_is_trained_whatever_dies(tmp_path: Path
             meta = decode_meta(history.frame(group_id))
             assert task_of(meta.rows[0].rewards) == order.task(group_id)
             assert len(meta.rows) == (2 if order.task(group_id) == "filtered" else 4)
-    print(
-        lost,
-        kept,
-        trained,
-        len(history.groups),
-        {s for s in {o.state for o in history.groups.values()}},
-    )
     assert lost["filtered"] and lost["failing"], "nothing was lost: nothing is shown"
     wanted = Counter(order.task(place) for place in range(kept.total()))
     assert all(abs(kept[name] - wanted[name]) <= 1 for name in WEIGHTS), (kept, wanted)
