@@ -88,11 +88,13 @@ def metrics(outcomes: Sequence[ProblemOutcome], *, n: int) -> dict[str, float]:
         out["eval/response_length_sampled"] = sum(one.sampled_tokens for one in outcomes) / (
             n * len(outcomes)
         )
-    if not any(one.judged for one in outcomes):
+    judging = {one.task for one in outcomes if one.judged}
+    outcomes = [one for one in outcomes if one.task in judging]
+    if not outcomes:
         return out
-    for task in sorted({one.task for one in outcomes} | {""}):
+    for task in sorted(judging | {""}):
         own = [one.greedy for one in outcomes if task in ("", one.task)]
-        name = f"eval/accuracy_greedy/{task}" if task else "eval/accuracy_greedy"
+        name = f"eval/task/{task}/accuracy_greedy" if task else "eval/accuracy_greedy"
         out |= _with_interval(name, sum(own) / len(own), wilson(sum(own), len(own)))
     for k in powers_of_two(n):
         values = [pass_at_k(n, one.right, k) for one in outcomes]

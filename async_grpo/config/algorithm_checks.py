@@ -407,6 +407,14 @@ def _rewards(config: Config, known: Known) -> Iterator[str]:
         )
 
 
+def _filters(config: Config, known: Known) -> Iterator[str]:
+    yield from _filter(config, known)
+    for name, one in config.tasks.items():
+        if one.filter_groups is not None:
+            for sentence in _filter(config.of_task(name), known):
+                yield sentence.replace("`replay.", f"`tasks.{name}.")
+
+
 def _filter(config: Config, known: Known) -> Iterator[str]:
     groups, name = config.replay.filter_groups, config.algorithm.adv_estimator.name
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
@@ -483,5 +491,5 @@ ALGORITHM_RULES = (
     _distill,
     _reward_norm,
     _rewards,
-    _filter,
+    _filters,
 )

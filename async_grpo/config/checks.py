@@ -116,6 +116,11 @@ def _tasks(config: Config) -> Iterator[str]:
             own, most = getattr(one, size), getattr(rollout, size)
             if own is not None and own > most:
                 yield f"`{key}.{size}` is {own}; the most is `rollout.{size}`, {most}."
+        if one.response_length is not None and config.algorithm.overlong_buffer.enable:
+            yield (
+                f"`{key}.response_length` is set, and `algorithm.overlong_buffer` is for one "
+                "length: leave one of the two out."
+            )
         if one.group_size == 1 and rollout.group_size > 1:
             yield f"`{key}.group_size` is 1: a group has responses to compare, at least 2."
         if one.rewards_norm != config.task.rewards_norm:
@@ -124,7 +129,7 @@ def _tasks(config: Config) -> Iterator[str]:
             yield f"`{key}.verifier.on_error` is for all tasks: set `task.verifier.on_error`."
         for limit in ("retire_at", "max_num_gen_batches") if one.filter_groups else ():
             own = getattr(one.filter_groups, limit)
-            if own not in (FilterGroups.model_fields[limit].default, getattr(common, limit)):
+            if own != FilterGroups.model_fields[limit].default:
                 yield f"`{key}.filter_groups.{limit}` is for all tasks: set it in `replay`."
         if one.teacher is not None and one.teacher not in config.algorithm.distill.teachers:
             yield (
@@ -143,10 +148,16 @@ def _tasks(config: Config) -> Iterator[str]:
             "`replay.difficulty.choose` passes problems over, so that issued groups cannot have "
             "the shares of `tasks`: set `replay.quota: trained`."
         )
-    if config.replay.quota == "trained" and common.enable and common.retire_at is not None:
+    rests = any(weight == 0 for one in config.tasks.values() for _, weight in one.weights)
+    if config.replay.quota == "trained" and rests:
         yield (
-            "`replay.quota` is trained, and `replay.filter_groups.retire_at` may leave a task "
-            "without problems: choose one of the two."
+            "`replay.quota` is trained, so no weight of `tasks` can be 0: nothing could follow a "
+            "lost group of that task."
+        )
+    if config.tasks and common.retire_at is not None:
+        yield (
+            "`replay.filter_groups.retire_at` takes problems out, so that `tasks` cannot have "
+            "their shares: use `replay.difficulty` with `replay.quota: trained`."
         )
 
 

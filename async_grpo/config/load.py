@@ -27,7 +27,7 @@ from async_grpo.config.checks import RuleError
 from async_grpo.config.docs import Setting, options, settings, show, single_line, spelled
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
-from async_grpo.config.schema import Config, MixedTask
+from async_grpo.config.schema import Config, MixedTask, TaskConfig
 from async_grpo.config.section import Section
 from async_grpo.config.stored import answers, renewed
 from async_grpo.config.unused import unused
@@ -82,6 +82,7 @@ def _built(
     overrides: Sequence[str],
     **where: Any,
 ) -> Config:
+    _refuse_common(data, overrides)
     for text in overrides:
         _apply_override(data, text, places)
     for setting in settings().values():
@@ -110,6 +111,20 @@ def dump(config: Config) -> str:
 
 
 # ---- reading ----
+
+
+def _refuse_common(data: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse what would not reach stored `tasks`, each of which has all of its values."""
+    tasks = data.get("tasks") or {}
+    given = [text.partition("=")[0].strip() for text in overrides]
+    common = any(key.partition(".")[0] == "task" for key in given)
+    if common and "tasks" not in given and isinstance(tasks, Mapping):
+        for name, one in tasks.items():
+            if isinstance(one, Mapping) and TaskConfig.model_fields.keys() <= one.keys():
+                raise ConfigError(
+                    "`task` would not change the tasks of this run, which have stored all of their "
+                    f"values: say tasks.{name}.KEY=value, for each of them."
+                )
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -214,7 +229,7 @@ def _explain(
     return "\n".join(lines)
 
 
-_KIND = re.compile(r"\w+\[.*\]|bool|int|constrained-int")
+_KIND = re.compile(r"\w+\[.*\]|bool|int|constrained-int|constrained-float")
 """How pydantic names the kinds of value of a setting that has several."""
 
 

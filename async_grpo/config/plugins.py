@@ -30,7 +30,7 @@ from async_grpo.algo import catalog
 from async_grpo.algo.catalog import EstimatorTraits, LossTraits
 from async_grpo.config.choice import REGISTRIES, Chosen
 from async_grpo.config.docs import show, words
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import Config, FilterGroups
 from async_grpo.runtime.parts import part
 
 TIMEOUT_S = 120.0
@@ -89,15 +89,20 @@ def check_plugins(config: Config) -> Known:
 
 def choices(config: Config) -> Iterator[tuple[str, tuple[str, ...], Chosen]]:
     """Find the settings that name one of several: (kind, path, choice) of each."""
-    algorithm, custom = config.algorithm, config.replay.filter_groups.custom
+    algorithm = config.algorithm
+    filters: list[tuple[tuple[str, ...], FilterGroups]] = [
+        (("replay",), config.replay.filter_groups),
+        *((("tasks", name), f) for name, one in config.tasks.items() if (f := one.filter_groups)),
+    ]
     yield "estimator", ("algorithm", "adv_estimator"), algorithm.adv_estimator
     yield "policy_loss", ("algorithm", "policy_loss"), algorithm.policy_loss
     yield "clip_schedule", ("algorithm", "clip_schedule"), algorithm.clip_schedule
     yield "importance", ("algorithm", "importance", "mode"), algorithm.importance.mode
     for place, shaping in enumerate(algorithm.reward_shaping):
         yield "reward_shaping", ("algorithm", "reward_shaping", str(place)), shaping
-    if custom is not None:
-        yield "group_filter", ("replay", "filter_groups", "custom"), custom
+    for path, one in filters:
+        if one.custom is not None:
+            yield "group_filter", (*path, "filter_groups", "custom"), one.custom
     yield "transport", ("weight_sync", "backend"), config.weight_sync.backend
 
 

@@ -431,7 +431,7 @@ class MixedTask(TaskConfig):
 
     weight: Above0 | list[Annotated[list[AtLeast0], Field(min_length=2, max_length=2)]] = 1.0
     """Its share of the groups, in proportion; or pairs of a learner step and the weight from then
-    on, the first of step 0.
+    on, the first of step 0. A step counts as `rollout.rollout_batch_size` issued groups.
     """
     group_size: Positive | None = None
     """Responses sampled per prompt, at most `rollout.group_size`; null: as many."""
@@ -681,6 +681,11 @@ class Config(Section):
             for task, settings in self.posed_tasks.items()
             for name, judge in settings.judges.items()
         }
+
+    @property
+    def task_names(self) -> str:
+        """What is posed, in words."""
+        return ", ".join(self.tasks) or self.task.name
 
     @property
     def env_vars(self) -> list[str]:

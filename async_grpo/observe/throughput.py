@@ -95,7 +95,7 @@ class ThroughputSettings:
             on_stale=config.replay.on_stale,
             actors=actors or of.max or of.min,
             places=max_num_seqs,
-            verifiers=config.task.verifier.workers,
+            verifiers=sum(one.verifier.workers for one in config.posed_tasks.values()),
             concurrency=config.task.verifier.concurrency,
             open_episodes=rollout.max_open_episodes or 2 * max_num_seqs,
             ranks=config.learner.ranks,

@@ -261,7 +261,8 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
 
 def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
     failed = ledger.closed[State.FAILED] - ledger.failed_before
-    issued = max(ledger.issued, min(FRACTION_GROUPS, settings.total_groups))
+    issued = ledger.issued - ledger.closed[State.SKIPPED]
+    issued = max(issued, min(FRACTION_GROUPS, settings.total_groups))
     allowed = settings.max_failed_fraction * issued
     if failed > allowed:
         raise NoSignal(

@@ -386,7 +386,8 @@ def _identity(config: Config, fingerprint: str) -> str:
 
 def _of_tasks(config: Config) -> dict[str, Any]:
     unlike = {*_NOT_OF_GROUPS, "filter_groups", "teacher"}
-    return {name: one.model_dump(exclude=unlike) for name, one in config.tasks.items()}
+    found = {name: one.model_dump(exclude=unlike) for name, one in config.tasks.items()}
+    return found | {"groups of a step": config.rollout.rollout_batch_size}
 
 
 def open_queue(
@@ -525,6 +526,9 @@ class _Opening:
             if until > step:
                 report.from_step, report.rolls_to = step, until
                 report.rolled = until - step
+        if not same:  # they are of other problems
+            ledger.rates.clear()
+            ledger.owed.clear()
         if not beginnings or results is None:
             return ledger, report, []
         free, end = free_again(settings, ledger), past.ledger

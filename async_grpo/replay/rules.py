@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -36,7 +36,10 @@ class TaskRule:
     @classmethod
     def of(cls, config: Config) -> TaskRule:
         """Read it from the configuration that the task has."""
-        return cls(config.rollout.group_size, _filter_rule(config))
+        rule = _filter_rule(config)
+        if rule is not None and rule.metric not in ("score", "acc", "seq_reward"):
+            rule = replace(rule, metric=f"{config.posed}.{rule.metric}")
+        return cls(config.rollout.group_size, rule)
 
 
 def _filter_rule(config: Config) -> FilterRule | None:
@@ -148,7 +151,7 @@ class QueueSettings:
             outstanding=None if replay.outstanding == "auto" else replay.outstanding,
             publish_every=config.weight_sync.every_steps,
             ticket_timeout_s=config.rollout.longest_group_s,
-            max_failed_fraction=config.task.max_bad_fraction,
+            max_failed_fraction=max(one.max_bad_fraction for one in config.posed_tasks.values()),
             baseline=config.algorithm.has_baseline,
             mask_truncated=config.algorithm.mask_truncated,
             retire_at=filters.retire_at if filters.enable else None,

@@ -106,7 +106,7 @@ class EngineHost:
         task, first = self._task()
         if not isinstance(first.prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
-                f"task {config.task.name} asks in chat messages, but the tokenizer of "
+                f"task {config.task_names} asks in chat messages, but the tokenizer of "
                 f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
                 "task's plain style (task.options.style=plain)"
             )
@@ -220,7 +220,7 @@ class EngineHost:
         return PosedTask(
             config,
             with_tools(task, config.environment.tools),
-            verifiers=VerifierPool(config.task, seed=config.seed, cpu=cpu),
+            make_verifiers=lambda: VerifierPool(config.task, seed=config.seed, cpu=cpu),
             start_player=self._player,
         )
 

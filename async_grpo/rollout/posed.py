@@ -26,10 +26,15 @@ class PosedTask:
     """
 
     def __init__(
-        self, config: Config, task: Task, *, verifiers: VerifierPool, start_player: StartPlayer
+        self,
+        config: Config,
+        task: Task,
+        *,
+        make_verifiers: Callable[[], VerifierPool],
+        start_player: StartPlayer,
     ) -> None:
         self.config, self.task = config, task
-        self.verifiers = verifiers
+        self.verifiers, self._make_verifiers = make_verifiers(), make_verifiers
         self.weights = task_weights(config.task, task)
         self.plays = isinstance(task, HasEnvironment)
         self.player: Player | None = None
@@ -37,14 +42,20 @@ class PosedTask:
         self._starting, self._started = asyncio.Lock(), False
 
     async def start(self) -> None:
-        """Start verifiers or player, once. Raises EnvironmentFailed("start"), OSError."""
+        """Start verifiers or player, once; again after a start that failed. Raises VerifierError,
+        EnvironmentFailed("start"), OSError.
+        """
         async with self._starting:
             if self._started:
                 return
             if self.plays:
                 self.player = await self._start_player(self.config, self.task)
             else:
-                await self.verifiers.start()
+                try:
+                    await self.verifiers.start()
+                except BaseException:  # it is closed for good
+                    self.verifiers = self._make_verifiers()
+                    raise
             self._started = True
 
     async def close(self) -> None:

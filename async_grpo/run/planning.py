@@ -312,8 +312,11 @@ class RowMath:
         for name in sorted({name for row in metas for name in row.rewards}):
             values = [row.rewards[name] for row in metas if name in row.rewards]
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
-            if len(values) < n:
-                out[f"rollout/reward_missing/{name}"] = 1 - len(values) / n
+            own = n
+            if self._config.tasks:
+                own = sum(task_of(row.rewards) == task_of({name: 0.0}) for row in metas)
+            if len(values) < own:
+                out[f"rollout/reward_missing/{name}"] = 1 - len(values) / own
         if self._config.tasks:
             out |= _by_task(rows, self._weights)
         if self._config.algorithm.sft_loss_coef:

@@ -218,7 +218,7 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
             change = f"{before[key]:.1%} -> " if last != first and key in before else ""
             rows.append((label, f"{change}{after[key]:.1%} after step {last}"))
     for name in trainer.config.tasks:
-        if (key := f"eval/accuracy_greedy/{name}") in after:
+        if (key := f"eval/task/{name}/accuracy_greedy") in after:
             change = f"{before[key]:.1%} -> " if last != first and key in before else ""
             rows.append((f"  {name}", f"{change}{after[key]:.1%}"))
     whose = "none of them in training" if other is None else f"of task {other.name}"

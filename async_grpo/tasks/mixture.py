@@ -1,6 +1,6 @@
 """Several tasks in one run (`tasks`), and which problem every group poses.
 
-    group id --Quotas--> task, number of its groups before --problem_index--> its problem
+    group id --Quotas--> task, number of its ids before --problem_index--> its problem
 
 Runs in: the driver, the queue's process (which has no data) and the rollout actors. Hides how
 shares are kept exactly. Invariants: the problem of a group is a function of configuration, data and
@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,6 +22,7 @@ from itertools import accumulate, zip_longest
 from math import gcd, lcm
 
 from async_grpo.config import schema
+from async_grpo.errors import SetupError
 from async_grpo.tasks.base import Problem, Problems, Task, TaskError, task_weights
 from async_grpo.tasks.registry import create_task, load_task, problem_index
 
@@ -56,6 +58,17 @@ def named_error(task: str, error: Exception) -> str:
     return f"tasks.{task}.{said[5:]}" if said.startswith("task.") else f"tasks.{task}: {said}"
 
 
+@contextmanager
+def naming(own: schema.Config) -> Iterator[None]:
+    """Name the task of several in what is refused inside. own: the configuration as it has it."""
+    try:
+        yield
+    except SetupError as error:
+        if not own.posed:
+            raise
+        raise type(error)(named_error(own.posed, error)) from error
+
+
 def parts_of(config: schema.Config, problems: Problems) -> Iterator[tuple[schema.Config, Task]]:
     """Yield every task, with the configuration as if there were only this one."""
     tasks = problems.tasks if isinstance(problems, Mixture) else {"": problems}
@@ -67,10 +80,8 @@ def reward_weights(config: schema.Config, problems: Problems) -> dict[str, float
     """Weight of every reward component, as `task_weights`; of `tasks` they are `task.component`."""
     weights: dict[str, float] = {}
     for own, task in parts_of(config, problems):
-        try:
+        with naming(own):
             found = task_weights(own.task, task)
-        except TaskError as error:
-            raise TaskError(named_error(own.posed, error) if own.posed else str(error)) from error
         weights |= {component_name(own.posed, name): weight for name, weight in found.items()}
     return weights
 

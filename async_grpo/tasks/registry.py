@@ -102,7 +102,7 @@ def held_out(config: schema.Config, task: Problems) -> int:
     """Held-out problems of an evaluation: of `task`, or of `evaluation.task`. Raises TaskError."""
     wanted, pose = config.evaluation.max_samples, "pose its held-out problems"
     if config.evaluation.task is None:
-        return _asked(config.task.name, pose, lambda: len(task.evaluation(wanted)))
+        return _asked(config.task_names, pose, lambda: len(task.evaluation(wanted)))
     try:
         evaluated = create_task(config.evaluated_task, config.seed)
         name = config.evaluation.task.name
@@ -117,16 +117,16 @@ def held_out(config: schema.Config, task: Problems) -> int:
     return found
 
 
-def check_concurrency(config: schema.Config, task: Task) -> None:
+def check_concurrency(config: schema.Config, posed: Iterable[Task]) -> None:
     """Raise TaskError where verifiers are to score several responses at the same time, and no task
     of the run can.
     """
     limits = config.task.verifier
-    tasks = [task, create_task(config.evaluated_task, config.seed)]
+    tasks = [*posed, create_task(config.evaluated_task, config.seed)]
     if limits.concurrency > 1 and not any(map(scores_later, tasks)):
         raise TaskError(
             f"task.verifier.concurrency is {limits.concurrency}, which is for tasks with an "
-            f"`async def score`, and {config.task.name} has none: use task.verifier.workers"
+            f"`async def score`, and {config.task_names} has none: use task.verifier.workers"
         )
 
 

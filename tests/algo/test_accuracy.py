@@ -252,9 +252,11 @@ def answers(parts: Parts, settings: Config, indices: list[int], pool: Any = None
             settings,
             engine=parts,
             task=Held(),
-            posed={"": PosedTask(settings, Held(), verifiers=parts, start_player=None)},
+            posed={
+                "": PosedTask(settings, Held(), make_verifiers=lambda: parts, start_player=None)
+            },
             pose=lambda own, task: PosedTask(
-                own, task, verifiers=pool(own.task), start_player=None
+                own, task, make_verifiers=lambda: pool(own.task), start_player=None
             ),
             encode=encode,
             text=lambda c: "".join(map(chr, c.token_ids)),

@@ -307,7 +307,7 @@ def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> Non
 def actor_of(engine: Saying, config: Config, queue: Parts, player: EpisodePlayer) -> GroupProducer:
     actor = GroupProducer(config, actor_id="a", queue=queue, model_dir="m", device="cpu", cores=())
     task = TaskOfTold(config.task, 0)
-    posed = PosedTask(config, task, verifiers=queue, start_player=None)
+    posed = PosedTask(config, task, make_verifiers=lambda: queue, start_player=None)
     posed.player, posed.weights = player, {"value": 1.0}
     actor._parts = LoadedParts(
         engine=engine, tokenizer=Letters(), task=task, posed={"": posed}, evaluator=None
@@ -401,7 +401,7 @@ def evaluate(engine: Saying, *, n: int) -> tuple[list[Any], list[dict[str, Any]]
                 config,
                 engine=engine,
                 task=task,
-                posed={"": PosedTask(config, task, verifiers=None, start_player=one)},
+                posed={"": PosedTask(config, task, make_verifiers=lambda: None, start_player=one)},
                 pose=None,
                 encode=None,
                 text=None,

@@ -203,7 +203,7 @@ def actor_of(
         engine=parts,
         tokenizer=Tokenizer(),
         task=Task(),
-        posed={"": PosedTask(config, Task(), verifiers=parts, start_player=None)},
+        posed={"": PosedTask(config, Task(), make_verifiers=lambda: parts, start_player=None)},
         evaluator=None,
     )
     return actor

@@ -98,7 +98,7 @@ def test_tasks_keep_their_shares_of_what_is_trained_whatever_dies(tmp_path: Path
                 kill(trainer, trainer.system.queue._handle)
         assert trainer.steps_done == total
         accuracy = trainer.evaluations[-1][1]
-        assert {f"eval/accuracy_greedy/{name}" for name in WEIGHTS} <= accuracy.keys()
+        assert {f"eval/task/{name}/accuracy_greedy" for name in WEIGHTS} <= accuracy.keys()
 
     history = read_history(tmp_path / "run" / "journal")
     order = ProblemOrder.of(config, load_tasks(config))

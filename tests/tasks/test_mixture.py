@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
+from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.rules import QueueSettings
@@ -29,6 +30,7 @@ from async_grpo.tasks.mixture import (
     reward_weights,
 )
 from async_grpo.tasks.registry import held_out, load_task, problem_index
+from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import decode_group
 from tests.support.rollout_parts import Parts, actor_of
 
@@ -169,11 +171,62 @@ def test_held_out_problems_are_of_all_tasks_in_turn(tmp_path: Path) -> None:
     ]
     found = metrics(outcomes, n=0)
     assert found["eval/accuracy_greedy"] == 0.3
-    assert found["eval/accuracy_greedy/rare"] == 1.0 and found["eval/accuracy_greedy/sums"] == 0.0
-    assert found["eval/accuracy_greedy/rare/low"] < 1.0
+    assert (
+        found["eval/task/rare/accuracy_greedy"] == 1.0
+        and found["eval/task/sums/accuracy_greedy"] == 0.0
+    )
+    assert found["eval/task/rare/accuracy_greedy/low"] < 1.0
+
+
+def test_a_task_that_judges_nothing_has_no_accuracy_and_takes_none_away() -> None:
+    outcomes = [
+        ProblemOutcome(True, 0, 1, 0, 1, 0, "high"),
+        ProblemOutcome(False, 0, 0, 0, 1, 0, "style"),
+    ]
+    found = metrics(outcomes, n=0)
+    assert found["eval/accuracy_greedy"] == 1.0 and found["eval/problems"] == 2
+    assert found["eval/accuracy_greedy/high"] == 1.0, "the end of the interval"
+    assert not [name for name in found if "style" in name]
+
+
+def test_task_does_not_seem_to_change_the_tasks_of_a_run(tmp_path: Path) -> None:
+    run = config(three(tmp_path), run={"total_steps": 2, "dir": str(tmp_path / "run")})
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(run))
+    with pytest.raises(ConfigError, match=r"say tasks\.sums\.KEY=value"):
+        load_config(file, ["task.verifier.timeout_s=60"])
+    changed = load_config(file, ["tasks.sums.verifier.timeout_s=60"])
+    assert changed.tasks["sums"].verifier.timeout_s == 60
+    assert load_config(file, ["task.name=arithmetic", "tasks={}"]).tasks == {}
+
+
+def test_verifiers_that_did_not_start_are_made_anew() -> None:
+    made: list[Any] = []
+
+    class Pool:
+        async def start(self) -> None:
+            made.append(self)
+            if len(made) == 1:
+                raise VerifierError("start", "no memory")
+
+    run = config({})
+    posed = PosedTask(run, load_task(run.task, 0), make_verifiers=Pool, start_player=None)
+
+    async def scenario() -> None:
+        with pytest.raises(VerifierError, match="no memory"):
+            await posed.start()
+        await posed.start()
+        await posed.start()
+
+    asyncio.run(scenario())
+    assert len(made) == 2 and made[0] is not made[1] is posed.verifiers
 
 
 # ---- what is refused ----
+
+
+RETIRES = {"enable": True, "retire_at": 0.9}
+RESTING = {"a": {"weight": [[0, 1.0], [9, 0.0]]}, "b": {}}
 
 
 @pytest.mark.parametrize(
@@ -189,12 +242,18 @@ def test_held_out_problems_are_of_all_tasks_in_turn(tmp_path: Path) -> None:
         ({"a": {"rewards_norm": "batch"}}, {}, r"`tasks\.a\.rewards_norm` is for all tasks"),
         ({"a": {"verifier": {"on_error": "zero"}}}, {}, r"verifier\.on_error` is for all tasks"),
         ({"a": {"filter_groups": {"retire_at": 0.9}}}, {}, r"filter_groups\.retire_at` is for all"),
-        ({"a": {}}, {"replay": {"quota": "trained", "filter_groups": RETIRES}}, "without problems"),
+        ({"a": {}}, {"replay": {"filter_groups": RETIRES}}, "cannot have their shares"),
+        ({"a": {}}, {"replay": {"difficulty": {"choose": "window"}}}, "cannot have the shares"),
+        (RESTING, {"replay": {"quota": "trained"}}, "no weight of `tasks` can be 0"),
+        (
+            {"a": {"filter_groups": {"accuracy_high": 0.9}}},
+            {},
+            r"`tasks\.a\.filter_groups` has con",
+        ),
+        ({"a": {"filter_groups": {"enable": True, "custom": "mine"}}}, {}, r"`tasks\.a\..*custom"),
         ({"A": {}}, {}, "should match pattern"),
         ({"a": {"weight": 0.0}}, {}, "greater than 0"),
-    ]
-    if (RETIRES := {"enable": True, "retire_at": 0.9})
-    else [],
+    ],
 )
 def test_what_no_task_can_have_is_one_sentence(tasks: Any, more: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -227,7 +286,7 @@ def test_groups_have_size_length_and_reward_names_of_their_task() -> None:
     task = load_tasks(run)
     loaded = actor._parts
     posed = {
-        own.posed: PosedTask(own, one, verifiers=parts, start_player=None)
+        own.posed: PosedTask(own, one, make_verifiers=lambda: parts, start_player=None)
         for own, one in parts_of(run, task)
     }
     actor._config, frames = run, list[bytes]()
@@ -249,7 +308,7 @@ def test_groups_have_size_length_and_reward_names_of_their_task() -> None:
 
 
 def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
-    strict = {"enable": True, "accuracy_low": 0.5}
+    strict = {"enable": True, "accuracy_low": 0.5, "metric": "correct"}
     run = config(
         {"a": {"group_size": 2, "filter_groups": strict}, "b": {"weight": 3}},
         rollout={"group_size": 4},
@@ -269,7 +328,7 @@ def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
         rule = settings.rule_of(group_id)
         if order.task(group_id) == "a":
             assert rule.group_size == 2 and rule.filter is not None
-            assert rule.filter.accuracy_low == 0.5
+            assert (rule.filter.accuracy_low, rule.filter.metric) == (0.5, "a.correct")
         else:
             assert (rule.group_size, rule.filter) == (4, None)
 

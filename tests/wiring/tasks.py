@@ -61,7 +61,9 @@ def _asked(config: Config, task: Any) -> list[Any]:
             raise TaskError("enough")
 
     def pose(own: Config, one: Any) -> PosedTask:
-        return PosedTask(own, one, verifiers=VerifierPool(own.task, seed=0), start_player=None)
+        return PosedTask(
+            own, one, make_verifiers=lambda: VerifierPool(own.task, seed=0), start_player=None
+        )
 
     evaluator = EngineEvaluator(
         config,

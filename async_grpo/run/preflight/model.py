@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
 from async_grpo.tasks.base import Problem, Problems, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask
-from async_grpo.tasks.mixture import named_error, parts_of
+from async_grpo.tasks.mixture import naming, parts_of
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.sources import quiet_hub
 
@@ -76,7 +75,7 @@ def look(
 ) -> list[str] | None:
     """Check model and prompts as `check_fit`; None while the model is still to be made."""
     for own, one in parts_of(config, task):
-        with _named(own):
+        with naming(own):
             _check_episodes(own, one)
     model = model_dir or known_model(config, task)
     if model is not None:
@@ -102,17 +101,6 @@ def check_journal(config: Config) -> None:
         raise SetupError(
             f"{journal} is no directory, and the replay queue keeps its journal there: move it away"
         )
-
-
-@contextmanager
-def _named(own: Config) -> Iterator[None]:
-    """Name the task of several in what is refused inside."""
-    try:
-        yield
-    except SetupError as error:
-        if not own.posed:
-            raise
-        raise type(error)(named_error(own.posed, error)) from error
 
 
 def known_model(config: Config, task: Problems | None = None) -> str | None:
@@ -188,12 +176,12 @@ def check_fit(
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
     for own, one in parts_of(config, task):
-        with _named(own):
+        with naming(own):
             yield from _check_task(own, model, one, tokenizer, rows, of_evaluation=of_evaluation)
     _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
-            evaluated = config.model_copy(update={"task": config.evaluated_task})
+            evaluated = config.unchecked_copy(update={"task": config.evaluated_task, "tasks": {}})
             other = create_task(evaluated.task, config.seed)
             problem, chat = other.evaluation(1)[0], _chat(config, tokenizer, other)
             _encoded(evaluated, model, tokenizer, problem, chat)
@@ -282,6 +270,8 @@ class _Letters:
 
 def _check_episodes(config: Config, task: Task) -> None:
     """Refuse what plain responses have and episodes do not, and tools that cannot be described."""
+    if isinstance(task, HasPlayers) and config.posed and config.tasks[config.posed].response_length:
+        raise SetupError("task.response_length has no effect on episodes that are played outside")
     played = with_tools(task, config.environment.tools)
     environment = played.environment() if isinstance(played, HasEnvironment) else None
     stays = environment is None or getattr(environment, "replayable", False)
@@ -305,7 +295,7 @@ def _check_warm_start(config: Config, task: Problems) -> None:
     model, letters = "a warm-started model", _Letters()
     warm_start = needed("warm_start", "`model.warm_start`")
     for own, one in parts_of(config, task):
-        with _named(own):
+        with naming(own):
             list(_outside_notes(own, one))
             sample = _sample(own, one)
             for place, problem in sample.items():

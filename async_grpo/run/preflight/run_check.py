@@ -19,7 +19,7 @@ from async_grpo.run.preflight.model import check_journal, check_metric, look
 from async_grpo.runtime.text import listed
 from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import Problems, TaskError, task_weights
-from async_grpo.tasks.mixture import ProblemOrder, load_tasks, parts_of, reward_weights
+from async_grpo.tasks.mixture import ProblemOrder, load_tasks, naming, parts_of, reward_weights
 from async_grpo.tasks.registry import check_concurrency, held_out
 
 
@@ -50,9 +50,10 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         addresses(config)
         variables(config.env_vars, "task.env_vars")
         task = load_tasks(config)
+        check_concurrency(config, [one for _, one in parts_of(config, task)])
         for own, one in parts_of(config, task):
-            check_concurrency(own, one)
-            check_metric(own, list(task_weights(own.task, one)))
+            with naming(own):
+                check_metric(own, list(task_weights(own.task, one)))
         check_journal(config)
         weights, order = reward_weights(config, task), ProblemOrder.of(config, task)
         evaluated = held_out(config, task)

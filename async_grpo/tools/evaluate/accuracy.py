@@ -25,7 +25,7 @@ def evaluate(config: Config, console: Console) -> dict[str, float]:
     task = create_tasks(config)  # which may have no training data
     total = held_out(config, task)
     if not total:
-        raise SetupError(f"task {config.task.name} has no held-out problems: set task.eval")
+        raise SetupError(f"task {config.task_names} has no held-out problems: set task.eval")
     console.info(*(look(config, task, of_evaluation=True) or []))
     with quiet():
         return asyncio.run(_answered(config, total, console))
@@ -62,7 +62,7 @@ def rows(config: Config, found: dict[str, float]) -> list[tuple[str, str]]:
     if not said:
         said.append(("accuracy", "none: the task judges no response correct or wrong"))
     errors = found["eval/errors"]
-    said.append(("held-out problems", f"{found['eval/problems']:,.0f} of task {config.task.name}"))
+    said.append(("held-out problems", f"{found['eval/problems']:,.0f} of task {config.task_names}"))
     said.append(("response length", f"{found['eval/response_length']:.1f} tokens, greedy"))
     if errors:
         said.append(("errors", f"{errors:,.0f} responses could not be scored, and count as wrong"))

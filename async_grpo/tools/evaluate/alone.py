@@ -110,10 +110,13 @@ def settings(
         ]
         if task is not None:
             asked = {"name": task} | ({"eval": HELD_OUT[task]} if task in HELD_OUT else {})
-            given += [f"task={json.dumps(asked)}", "evaluation.task=null"]
+            given += [f"task={json.dumps(asked)}", "evaluation.task=null", "tasks={}"]
         config = load_config(base, [*given, *chat, *overrides])
+    if config.evaluation.task is None:
+        return config
     evaluation = config.evaluation.model_copy(update={"task": None})
-    return config.model_copy(update={"task": config.evaluated_task, "evaluation": evaluation})
+    other = {"task": config.evaluated_task, "tasks": {}, "evaluation": evaluation}
+    return config.unchecked_copy(update=other)
 
 
 @asynccontextmanager

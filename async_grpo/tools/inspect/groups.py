@@ -162,8 +162,8 @@ def _reason(record: GroupRecord) -> str:
 
 def reward(rewards: Mapping[str, float], weights: RewardWeights) -> float:
     """Sum a response's components by weight; without weights, take the first component."""
-    if weights:
-        return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
+    if counted := weights.keys() & rewards.keys():
+        return sum(weights[name] * rewards[name] for name in sorted(counted))
     return next(iter(rewards.values()))
 
 

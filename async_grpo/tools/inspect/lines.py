@@ -68,7 +68,9 @@ def lines(options: Namespace) -> Iterator[str]:
     """Write what the options ask for. Raises SetupError."""
     config = read_settings(options.run_dir / "config.yaml")
     history = _history(options.run_dir)
-    weights = _section(config, "task").get("rewards") or {}
+    weights = dict(_section(config, "task").get("rewards") or {})
+    for task, one in _section(config, "tasks").items():
+        weights |= {f"{task}.{name}": weight for name, weight in (one.get("rewards") or {}).items()}
     decode = _decoder(options, config) if options.text or options.group is not None else None
     if options.group is not None:
         yield from _one_group(options, history, weights, decode)

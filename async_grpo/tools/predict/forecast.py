@@ -209,6 +209,7 @@ def kind(config: Config) -> dict[str, Any]:
     return {
         "model": found["model"],
         "task": task,
+        **({"tasks": found["tasks"]} if config.tasks else {}),
         "rollout": rollout,
         "learner": learner,
         "policy_loss": config.algorithm.policy_loss.name,

@@ -22,7 +22,7 @@ from async_grpo.tools.report.plots import tokens_by_fate
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
 SETTINGS = """
-model.path model.dtype model.lora task.name task.train task.eval task.rewards
+model.path model.dtype model.lora task.name task.train task.eval task.rewards tasks
 rollout.rollout_batch_size rollout.group_size rollout.prompt_length rollout.response_length
 rollout.temperature replay.max_staleness replay.order replay.on_stale
 replay.filter_groups.enable algorithm.adv_estimator algorithm.policy_loss
@@ -88,7 +88,7 @@ def origin(data: RunData) -> str:
     made = "a small model made for the task" if data.setting("model.warm_start") is not None else ""
     if model := data.setting("model.path") or made:
         parts.append(f"model {model}")
-    if task := data.setting("task.name"):
+    if task := ", ".join(data.setting("tasks") or ()) or data.setting("task.name"):
         parts.append(f"task {task}")
     return " · ".join(parts)
 

@@ -43,7 +43,7 @@ FAILED = 1
 def serve(config: Config, console: Console, *, episodes: int, file: TextIO) -> int:
     """Serve until all episodes are played, or until it is stopped; the exit code."""
     if config.tasks:
-        raise SetupError("one task is served, and `tasks` has several: say which with --task")
+        raise SetupError("`tasks` has several, and one is served: say `--task` and its data")
     task = create_task(config.task, config.seed)
     console.info(*(look(config, task, of_evaluation=True) or []))
     with quiet():
