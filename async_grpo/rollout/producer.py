@@ -38,7 +38,6 @@ from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, Turn, encode_all
 from async_grpo.rollout.players import Player
-from async_grpo.rollout.posed import PosedTask
 from async_grpo.rollout.teaching import Lesson, Teaching
 from async_grpo.rollout.ticket_queue import TicketQueue, groups_to_ask_for
 from async_grpo.runtime.text import dialogue, first_line, shortened
@@ -61,12 +60,11 @@ process gets from all actors together.
 
 @dataclass(eq=False)
 class _GroupWork:
-    """One group between ticket and answer: its task, its stage, since when, when it came (monotonic
-    s). asks: who scores it.
+    """One group between ticket and answer: its stage, since when, when it came (monotonic s). asks:
+    who scores it. name: of its task, of several.
     """
 
     ticket: GroupTicket
-    posed: PosedTask
     stage: str
     since: float
     begun: float
@@ -74,6 +72,7 @@ class _GroupWork:
     task: asyncio.Task[None] | None = None
     generation: PartialGeneration | None = None
     play: GroupPlay | None = None
+    name: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -253,8 +252,8 @@ class GroupProducer(EngineHost):
         return min(room, max(0, (limit - begun) // self._responses))
 
     def _start_group(self, ticket: GroupTicket) -> None:
-        now, posed = time.monotonic(), self.parts.posed[self._order.task(ticket.group_id)]
-        work = _GroupWork(ticket, posed, "queued", now, now)
+        now, name = time.monotonic(), self._order.task(ticket.group_id)
+        work = _GroupWork(ticket, "queued", now, now, name=name)
         if work.key not in self._groups:
             self._groups[work.key] = work
             work.task = asyncio.create_task(self._produce(work))
@@ -325,7 +324,7 @@ class GroupProducer(EngineHost):
         """Generate the episodes of a group, and have them graded and taught. queued: when the
         ticket came.
         """
-        posed, ticket = work.posed, work.ticket
+        posed, ticket = self.parts.posed[work.name], work.ticket
         if posed.player is None:
             episodes = await self._respond(work, problem)
         else:
@@ -408,7 +407,7 @@ class GroupProducer(EngineHost):
 
     def _wanted(self, work: _GroupWork) -> list[Sampling]:
         """How the responses of a group are sampled: samples, then the greedy ones."""
-        config, rollout = self._config, work.posed.config.rollout
+        config, rollout = self._config, self.parts.posed[work.name].config.rollout
         samples = Sampling(
             n=rollout.group_size,
             max_tokens=rollout.response_length,
@@ -423,14 +422,15 @@ class GroupProducer(EngineHost):
     async def _score(
         self, work: _GroupWork, problem: Problem, completions: list[Completion]
     ) -> list[Score]:
-        results = await work.posed.verifiers.score_many(
+        posed = self.parts.posed[work.name]
+        results = await posed.verifiers.score_many(
             [(self._text(completion), problem.reference) for completion in completions]
         )
         scores = []
         for result in results:
             if isinstance(result, VerifierError):
                 self._refused(work, result)
-                result = Score(rewards=dict.fromkeys(work.posed.task.weights, 0.0), correct=0.0)
+                result = Score(rewards=dict.fromkeys(posed.task.weights, 0.0), correct=0.0)
             scores.append(result)
         return scores
 

@@ -30,7 +30,7 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS, WEIGHTS = 10, 9, {"slow": 5, "failing": 3, "filtered": 1}
 LOST = (State.REJECTED, State.FAILED, State.EXPIRED)
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def settings(directory: Path) -> dict[str, Any]:
