@@ -81,7 +81,8 @@ class PassRates:
     """
 
     def __init__(self, settings: QueueSettings, rates: dict[int, float]) -> None:
-        self._rule, self._problem, self._rates = settings.difficulty, settings.problem, rates
+        self._rule, self._problem = settings.difficulty, settings.problem
+        self._rates = rates
 
     def skips(self, group_id: int) -> bool:
         """Whether the problem of this id is passed over."""

@@ -278,6 +278,6 @@ async def test_several_at_a_time_are_refused_where_no_task_can() -> None:
     plain, waits = settings(name="Plain"), settings()
     elsewhere = {"evaluation": {"task": {"name": waits.name}}}
     for task, more in (waits, {}), (plain, elsewhere), (settings(name="Plain", concurrency=1), {}):
-        check_concurrency(config_of(task, **more), create_task(task, 0))
+        check_concurrency(config_of(task, **more), [create_task(task, 0)])
     with pytest.raises(TaskError, match=r"concurrency is 8, which is for tasks with an `async"):
-        check_concurrency(config_of(plain), create_task(plain, 0))
+        check_concurrency(config_of(plain), [create_task(plain, 0)])

@@ -82,7 +82,7 @@ def learning(data: RunData) -> Figure | None:
 
 def _accuracy(axis: Axes, data: RunData) -> None:
     found = {name for row in data.evaluations for name in row.values if _is_sampled(name)}
-    names = ["eval/accuracy_greedy", *sorted(found, key=_rank)[:5]]
+    names = ["eval/accuracy_greedy", *(sorted(_tasks(data)) or sorted(found, key=_rank))[:5]]
     colours = (GREEN, ORANGE, PURPLE, BLUE, RED, GREY)
     for colour, name in zip(colours, names, strict=False):
         known = [row for row in data.evaluations if name in row.values]
@@ -99,8 +99,16 @@ def _accuracy(axis: Axes, data: RunData) -> None:
     axis.legend(ncols=6, loc="lower right")
 
 
+def _tasks(data: RunData) -> set[str]:
+    """Return the names of the accuracies of several tasks."""
+    names = (name for row in data.evaluations for name in row.values)
+    return {name for name in names if name.startswith("eval/task/") and name.endswith("_greedy")}
+
+
 def _evaluated(name: str) -> str:
-    """Name an evaluation as a reader does: greedy, pass@4."""
+    """Name an evaluation as a reader does: greedy, pass@4, a task."""
+    if name.startswith("eval/task/"):
+        return name.split("/")[2]
     return name.removeprefix("eval/").replace("accuracy_", "").replace("pass_at_", "pass@")
 
 

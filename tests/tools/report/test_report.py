@@ -27,6 +27,7 @@ from async_grpo.observe.reward_hacking import EARNED
 from async_grpo.replay.resume import open_queue
 from async_grpo.run.ending import end
 from async_grpo.run.trainer import Trainer
+from async_grpo.tools.report import plots
 from async_grpo.tools.report.data import ROWS, read_run
 from async_grpo.tools.report.facts import (
     alarms,
@@ -257,6 +258,20 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
         "staleness, largest (bound 4)",
         "3",
     ) in shown
+
+
+def test_of_several_tasks_each_accuracy_is_drawn(tmp_path: Path) -> None:
+    tasks = {"eval/task/sums/accuracy_greedy": 0.3, "eval/task/words/accuracy_greedy": 0.5}
+    found = [
+        {"step": step, "time": float(step), "eval/accuracy_greedy": 0.4, "eval/pass_at_4": 0.9}
+        | {name: value + step / 10 for name, value in tasks.items()}
+        for step in (0, 2)
+    ]
+    write(tmp_path / "metrics.jsonl", found)
+    figure = plots.learning(read_run(tmp_path))
+    assert figure is not None
+    labels = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
+    assert labels == ["greedy", "sums", "words"]
 
 
 def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
