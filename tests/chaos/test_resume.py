@@ -18,7 +18,7 @@ from tests.chaos.harness import Entry, Run
 from tests.chaos.watched import ACCESS
 from tests.support.models import write_model
 
-EVERY, R, KILLS = 2, 3, 3
+EVERY, R, KILLS = 2, 3, 2
 STEPS_PER_START = 2 * EVERY
 """A start completes one checkpoint and dies in the next one."""
 START_S, RUN_S = 500.0, 300.0
@@ -95,10 +95,8 @@ def accesses(run: Run, step: int) -> list[tuple[str, int, Entry]]:
     return found
 
 
-def three_points(run: Run) -> list[tuple[str, int]]:
-    """While the learner writes, while its files are copied, and when everything is there but the
-    name.
-    """
+def late_points(run: Run) -> list[tuple[str, int]]:
+    """While the learner's files are copied, and when everything is there but the name."""
     seen = accesses(run, STEPS_PER_START)
     copied = [
         index
@@ -108,13 +106,8 @@ def three_points(run: Run) -> list[tuple[str, int]]:
     [renamed] = [
         index for index, (_, _, entry) in enumerate(seen) if entry.values[1] == "os.rename"
     ]
-    drafted = [
-        index for index, (role, _, entry) in enumerate(seen) if role == "rank" and index < copied[0]
-    ]
-    assert len(drafted) > 4 and len(copied) > 4, seen
-    return [
-        seen[index][:2] for index in (drafted[len(drafted) // 2], copied[len(copied) // 2], renamed)
-    ]
+    assert len(copied) > 4, seen
+    return [seen[index][:2] for index in (copied[len(copied) // 2], renamed)]
 
 
 def spread_points(run: Run, count: int) -> list[tuple[str, int]]:
@@ -150,7 +143,7 @@ def tell(home: Path, kills: int) -> dict[str, Any]:
             START_S,
             "two checkpoints and a third one",
         )
-        points = three_points(whole) if kills == KILLS else spread_points(whole, kills)
+        points = late_points(whole) if kills == KILLS else spread_points(whole, kills)
         starts = interrupted(cut, points)  # beside the rest of the other one
         cut.side.poll()
         left = cut.leftovers()

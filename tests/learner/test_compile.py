@@ -65,7 +65,8 @@ def packs(seed: int) -> list[Packed]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_layers_train_as_plain_ones_do_in_a_few_graphs(
     directory: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from tests.support.judge_models import completion, judge_server, write_judge, wr
 from tests.support.models import write_model
 from tests.support.recipes import CONFIGS
 
-STEPS, KEY = 3, "sk-secret-of-this-test"
+STEPS, KEY = 2, "sk-secret-of-this-test"
 pytestmark = pytest.mark.timeout(300)
 
 
