@@ -123,7 +123,8 @@ def run(arm: str, seed: int, directory: Path, prepared: Sequence[str]) -> dict[s
         tokens += line.get("rollout/response_tokens", 0.0)
         if "eval/accuracy_greedy" in line:
             points.append((int(line["step"]), tokens, line["eval/accuracy_greedy"]))
-    where = {"command": shlex.join(["python", "-m", *command]), "commit": commit()}
+    said = shlex.join(["python", "-m", *command]).replace(f"{ROOT}/", "")
+    where = {"command": said.replace(str(directory.parent), "DIR"), "commit": commit()}
     return {"arm": arm, "seed": seed, "points": points, **where, "machine": machine()}
 
 

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -193,8 +194,12 @@ class QueueSettings:
     def rule_of(self, group_id: int) -> TaskRule:
         """Return the rule of a group's task."""
         if self.task_of is None:
-            return TaskRule(self.group_size, self.filter)
+            return self._only_rule
         return self.tasks[self.task_of(group_id)]
+
+    @cached_property
+    def _only_rule(self) -> TaskRule:
+        return TaskRule(self.group_size, self.filter)
 
     @property
     def order_rule(self) -> Order:
