@@ -103,13 +103,16 @@ def _run(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     """Find what one of several tasks cannot have for itself."""
     rollout, common = config.rollout, config.replay.filter_groups
-    starts = sorted({start for one in config.tasks.values() for start, _ in one.weights})
     for name, one in config.tasks.items():
-        key, steps = f"tasks.{name}", [step for step, _ in one.weights]
-        if steps[:1] != [0] or steps != sorted({int(step) for step in steps}):
+        key, steps = f"tasks.{name}", [pair[0] for pair in one.weights if len(pair) == 2]
+        if (
+            steps[:1] != [0]
+            or steps != sorted({int(step) for step in steps})
+            or any(len(pair) != 2 or pair[1] < 0 for pair in one.weights)
+        ):
             yield (
-                f"`{key}.weight` is {one.weight}: pairs of a learner step, from 0 on and rising, "
-                "and a weight."
+                f"`{key}.weight` is {one.weight}: a number above 0, or pairs of a learner step, "
+                "from 0 on and rising, and a weight."
             )
             return
         for size in ("group_size", "response_length"):
@@ -136,7 +139,7 @@ def _tasks(config: Config) -> Iterator[str]:
                 f"`{key}.teacher` is {one.teacher}, which `algorithm.distill.teacher` does not "
                 "name."
             )
-    for start in starts:
+    for start in sorted({start for one in config.tasks.values() for start, _ in one.weights}):
         held = [
             [w for step, w in one.weights if step <= start][-1] for one in config.tasks.values()
         ]

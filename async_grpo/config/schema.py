@@ -21,8 +21,6 @@ from async_grpo.config.frozen import FrozenModel, Judge
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
-    Above0,
-    AtLeast0,
     Fraction,
     ModuleName,
     NonNegative,
@@ -429,7 +427,7 @@ class Difficulty(Section):
 class MixedTask(TaskConfig):
     """A task of several. What it does not say is as in `task`."""
 
-    weight: Above0 | list[Annotated[list[AtLeast0], Field(min_length=2, max_length=2)]] = 1.0
+    weight: float | list[list[float]] = 1.0
     """Its share of the groups, in proportion; or pairs of a learner step and the weight from then
     on, the first of step 0. A step counts as `rollout.rollout_batch_size` issued groups.
     """

@@ -235,7 +235,7 @@ RESTING = {"a": {"weight": [[0, 1.0], [9, 0.0]]}, "b": {}}
         ({"a": {"group_size": 9}}, {}, r"`tasks\.a\.group_size` is 9; the most is"),
         ({"a": {"response_length": 900}}, {}, r"`tasks\.a\.response_length` is 900"),
         ({"a": {"group_size": 1}}, {}, r"`tasks\.a\.group_size` is 1: a group has responses"),
-        ({"a": {"weight": [[1, 1.0]]}}, {}, r"pairs of a learner step, from 0 on and rising"),
+        ({"a": {"weight": [[1, 1.0]]}}, {}, "pairs of a learner step, from 0 on and rising"),
         ({"a": {"weight": [[0, 1.0], [0, 2.0]]}}, {}, "from 0 on and rising"),
         ({"a": {"weight": [[0, 1.0], [5, 0.0]]}}, {}, "All weights of `tasks` are 0 at step 5"),
         ({"a": {"teacher": "big"}}, {}, r"`tasks\.a\.teacher` is big"),
@@ -252,7 +252,9 @@ RESTING = {"a": {"weight": [[0, 1.0], [9, 0.0]]}, "b": {}}
         ),
         ({"a": {"filter_groups": {"enable": True, "custom": "mine"}}}, {}, r"`tasks\.a\..*custom"),
         ({"A": {}}, {}, "should match pattern"),
-        ({"a": {"weight": 0.0}}, {}, "greater than 0"),
+        ({"a": {"weight": 0.0}}, {}, "All weights of `tasks` are 0 at step 0"),
+        ({"a": {"weight": -1.0}}, {}, r"`tasks\.a\.weight` is -1\.0: a number above 0"),
+        ({"a": {"weight": [[0]]}}, {}, r"`tasks\.a\.weight` is \[\[0"),
     ],
 )
 def test_what_no_task_can_have_is_one_sentence(tasks: Any, more: Any, said: str) -> None:
