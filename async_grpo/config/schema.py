@@ -407,7 +407,7 @@ class FilterGroups(Section):
 
 
 class Difficulty(Section):
-    """Pose problems more often whose responses are right now and then."""
+    """Prefer problems whose responses are sometimes right."""
 
     on_resume = warn("which problems are posed, from here on")
     choose: Literal["all", "window", "gaussian"] = "all"
@@ -421,7 +421,7 @@ class Difficulty(Section):
     width: Annotated[float, Field(gt=0, le=1)] = 0.3
     """Largest distance from it, or the standard deviation."""
     explore: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Least chance of any problem, which has it measured again."""
+    """Smallest chance to be posed, so that a rate is measured again."""
 
 
 class MixedTask(TaskConfig):

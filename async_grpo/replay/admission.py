@@ -263,11 +263,11 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
 def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
     failed = ledger.closed[State.FAILED] - ledger.failed_before
     issued = ledger.issued - ledger.closed[State.SKIPPED]
-    issued = max(issued, min(FRACTION_GROUPS, settings.total_groups))
-    allowed = settings.max_failed_fraction * issued
+    of = max(issued, min(FRACTION_GROUPS, settings.total_groups))
+    allowed = settings.max_failed_fraction * of
     if failed > allowed:
         raise NoSignal(
-            f"{failed} of {ledger.issued} groups failed for good, replay.max_attempts "
+            f"{failed} of {issued} groups failed for good, replay.max_attempts "
             f"{settings.max_attempts} ({_listed(ledger.failed)}); task.max_bad_fraction "
             f"{settings.max_failed_fraction:g} allows {int(allowed)}. Mend what they failed for, "
             "or raise task.max_bad_fraction to go on without them"
