@@ -96,11 +96,9 @@ class PassRates:
         if self._rule is None or self._problem is None:
             return
         for meta in groups:
-            rate, problem = (
-                accuracy([row.verdict for row in meta.episodes_to_train]),
-                self._problem(meta.group_id),
-            )
+            rate = accuracy([row.verdict for row in meta.episodes_to_train])
             if rate is not None:
+                problem = self._problem(meta.group_id)
                 yield Rate(problem, (rate + self._rates.get(problem, rate)) / 2)
 
 

@@ -131,13 +131,7 @@ class ReplayQueue:
         self._retirement = Retirement(settings, self._ledger.retired)
         self._shares = TaskShares(settings, self._ledger)
         self._pass_rates = PassRates(settings, self._ledger.rates)
-        used = {
-            self._retirement.skips: settings.retire_at is not None,
-            self._shares.skips: settings.replaces_lost,
-            self._pass_rates.skips: settings.difficulty is not None,
-        }
-        self._skips = [skips for skips, is_used in used.items() if is_used]
-        """Whether an id is passed over, by each rule that is on."""
+        self._rules = (self._retirement, self._shares, self._pass_rates)
         self._outstanding = OutstandingLimit(settings)
         self._admission = Admission(
             settings,
@@ -418,7 +412,7 @@ class ReplayQueue:
         """Make an event happen: first in the journal, then in the ledger."""
         place = None if self._journal is None else self._journal.append_event(event, frame or b"")
         self._ledger.apply(event, now=self._clock(), meta=meta, frame=frame, place=place)
-        if self.settings.replaces_lost and (task := self._shares.owes(event)) is not None:
+        if (task := self._shares.owes(event)) is not None:
             self.record(events.Owe(task, 1))
         if self._journal is not None and self._journal.full:
             self.begin_segment()
@@ -453,12 +447,12 @@ class ReplayQueue:
         given, end = [group_id for group_id, _ in again], ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
-            while group_id < end and any([skips(group_id) for skips in self._skips]):
+            while group_id < end and any(rule.skips(group_id) for rule in self._rules):
                 group_id += 1
             if group_id > first:
                 self.record(events.Skip(first, group_id - first))
             if group_id < end:
-                if self.settings.replaces_lost and (task := self._shares.due) is not None:
+                if (task := self._shares.due) is not None:
                     self.record(events.Owe(task, -1))
                 self.record(events.Issue(group_id, 1, actor_id, ledger.live))
                 given.append(group_id)
