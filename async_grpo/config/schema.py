@@ -262,6 +262,10 @@ class TaskConfig(Section):
     """Held-out data, same forms as `train`."""
     layout: Literal["verl", "trl", "roll"] | None = None
     """Rows are in the layout of this system, for the task `jsonl`."""
+    streaming: bool = False
+    """Read training rows when they are posed, for data that do not fit in memory: JSON lines,
+    parquet and Arrow. A sample of 1,000 is checked before the start.
+    """
     columns: dict[str, str] = Field({})
     """Where a row has what the task wants: its key by the task's, as `{answer: final}`; a dot goes
     into a mapping. Text as `messages` is what the user asks.
@@ -422,6 +426,8 @@ class Difficulty(Section):
     """Largest distance from it, or the standard deviation."""
     explore: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Smallest chance to be posed, so that a rate is measured again."""
+    rates_from: Annotated[str | None, FREE] = None
+    """Directory of a run on the same data, with whose pass rates this one begins."""
 
 
 class MixedTask(TaskConfig):
@@ -665,6 +671,10 @@ class Config(Section):
     def posed(self) -> str:
         """Name of the task in `tasks` that this is the configuration of (`of_task`), or ""."""
         return next(iter(self.tasks)) if len(self.tasks) == 1 else ""
+
+    def component(self, name: str) -> str:
+        """Return the name in the run of a reward component of its task: of several `task.name`."""
+        return f"{self.posed}.{name}" if self.posed else name
 
     @property
     def posed_tasks(self) -> dict[str, TaskConfig]:

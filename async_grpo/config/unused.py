@@ -56,6 +56,7 @@ OWNED = (
         "replay.difficulty.target",
         "replay.difficulty.width",
         "replay.difficulty.explore",
+        "replay.difficulty.rates_from",
     ),
     _on("algorithm.use_kl_loss", "algorithm.kl_loss_coef", "algorithm.kl_loss_type"),
     _on("algorithm.dual_clip_loss", "algorithm.clip_ratio_c"),

@@ -123,11 +123,14 @@ class ReplayQueue:
         self._clock = clock
         self._journal, self._facts = journal, facts or snapshot_facts()
         self._accepted_bytes = self._rejected_bytes = 0
-        self._ledger = ledger or Ledger(
-            first_group_id=settings.next_group_id,
-            steps=settings.trained_steps,
-            max_attempts=settings.max_attempts,
-        )
+        if ledger is None:
+            ledger = Ledger(
+                first_group_id=settings.next_group_id,
+                steps=settings.trained_steps,
+                max_attempts=settings.max_attempts,
+            )
+            ledger.rates.update(settings.pass_rates)
+        self._ledger = ledger
         self._retirement = Retirement(settings, self._ledger.retired)
         self._shares = TaskShares(settings, self._ledger)
         self._pass_rates = PassRates(settings, self._ledger.rates)

@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 
 
 _TAIL_BYTES = 2**20
-_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars", "layout", "columns"}
+_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars", "layout", "columns"} | {
+    "streaming"
+}
 """Keys of the task on which a completed group does not depend, or that are digested apart."""
 
 
@@ -335,7 +337,7 @@ class JournalSettings:
         return cls(
             directory=str(Path(config.run.dir) / "journal"),
             start=start,
-            identity=_identity(config, fingerprint),
+            identity=identity(config, fingerprint),
             training=training_digest(config),
             reason="checkpoint.resume names the checkpoint to go on from" if named else asked,
             lost_steps="discard" if named else checkpoint.on_lost_steps,
@@ -345,7 +347,7 @@ class JournalSettings:
         )
 
 
-def _identity(config: Config, fingerprint: str) -> str:
+def identity(config: Config, fingerprint: str) -> str:
     """Digest all that a completed group depends on, except trained weights."""
     parts = {
         "seed": config.seed,

@@ -39,7 +39,7 @@ class TaskRule:
         """Read it from the configuration that the task has."""
         rule = _filter_rule(config)
         if rule is not None and rule.metric not in ("score", "acc", "seq_reward"):
-            rule = replace(rule, metric=f"{config.posed}.{rule.metric}")
+            rule = replace(rule, metric=config.component(rule.metric))
         return cls(config.rollout.group_size, rule)
 
 
@@ -91,7 +91,8 @@ class QueueSettings:
     problem answered right at that rate is posed no more: `problem(group_id)` is its index below
     `problems`, and each occurs once in every run of `problems` ids that starts at a multiple of it.
     Of several tasks, `task_of(group_id)` is the one of a group, and `tasks` has their rules; with
-    `replaces_lost`, groups that are lost are followed by others of the same task.
+    `replaces_lost`, groups that are lost are followed by others of the same task. `pass_rates`: by
+    problem, of an earlier run, for a new one.
     `plugins`: modules that register the filter.
     Raises ValueError where they do not fit.
     """
@@ -119,6 +120,7 @@ class QueueSettings:
     tasks: Mapping[str, TaskRule] = field(default_factory=dict)
     replaces_lost: bool = False
     difficulty: DifficultyRule | None = None
+    pass_rates: Mapping[int, float] = field(default_factory=dict)
     max_frame_bytes: int | None = None
     trained_steps: int = 0
     next_group_id: int = 0
@@ -135,6 +137,7 @@ class QueueSettings:
         problem: Callable[[int], int],
         problems: int,
         task_of: Callable[[int], str],
+        pass_rates: Mapping[int, float],
     ) -> QueueSettings:
         """Read the settings from the run's configuration."""
         filters, replay = config.replay.filter_groups, config.replay
@@ -163,7 +166,10 @@ class QueueSettings:
             replaces_lost=replay.quota == "trained",
             difficulty=None
             if replay.difficulty.choose == "all"
-            else DifficultyRule(**replay.difficulty.model_dump(), seed=config.seed),
+            else DifficultyRule(
+                **replay.difficulty.model_dump(exclude={"rates_from"}), seed=config.seed
+            ),
+            pass_rates=pass_rates,
             max_frame_bytes=config.wire.max_frame_bytes,
             trained_steps=trained_steps,
             plugins=tuple(replay.plugins),

@@ -14,7 +14,6 @@ from async_grpo.config.schema import Config
 from async_grpo.environments.base import HasEnvironment
 from async_grpo.rollout.players import Player
 from async_grpo.tasks.base import Task, task_weights
-from async_grpo.tasks.mixture import component_name
 from async_grpo.tasks.verifier import VerifierPool
 
 StartPlayer = Callable[[Config, Any], Awaitable[Player]]
@@ -64,4 +63,4 @@ class PosedTask:
 
     def named(self, rewards: Mapping[str, float]) -> dict[str, float]:
         """Return the rewards by their names in the run."""
-        return {component_name(self.config.posed, name): value for name, value in rewards.items()}
+        return {self.config.component(name): value for name, value in rewards.items()}

@@ -48,7 +48,6 @@ from async_grpo.learner.batching import (
     make_rank_plans,
     minibatches,
 )
-from async_grpo.tasks.mixture import task_of
 from async_grpo.wire.groups import SHORT, Batch, GroupMeta, RowMeta, joined
 
 
@@ -314,7 +313,7 @@ class RowMath:
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
             own = n
             if self._config.tasks:
-                own = sum(task_of(row.rewards) == task_of({name: 0.0}) for row in metas)
+                own = sum(_task_of(row) == name.partition(".")[0] for row in metas)
             if len(values) < own:
                 out[f"rollout/reward_missing/{name}"] = 1 - len(values) / own
         if self._config.tasks:
@@ -411,11 +410,16 @@ def _by_lag(lags: list[int], values: list[float]) -> dict[str, list[float]]:
     return found
 
 
+def _task_of(row: RowMeta) -> str:
+    """Return the task of several whose rewards these are (`Config.component`)."""
+    return next(iter(row.rewards)).partition(".")[0]
+
+
 def _by_task(rows: Mapping[RowKey, RowMeta], weights: Mapping[str, float]) -> dict[str, float]:
     """Measure groups, score and correct responses of each of several tasks."""
     found: dict[str, dict[RowKey, RowMeta]] = {}
     for key, row in rows.items():
-        found.setdefault(task_of(row.rewards), {})[key] = row
+        found.setdefault(_task_of(row), {})[key] = row
     out = {}
     for task, own in found.items():
         judged = [row.verdict for row in own.values() if row.verdict is not None]

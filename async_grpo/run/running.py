@@ -130,6 +130,7 @@ class RunningSystem:
             model_dir=model_dir,
             origin=origin,
             key=self._connected.key,
+            pass_rates=checked.pass_rates,
         )
 
         async def start() -> None:

@@ -76,7 +76,7 @@ ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 class StartFacts:
     """Facts of a start before any process: weights of the reward components; problems by group, and
     fingerprint of the training data; `origin`, where it begins; `key`, the name of its memory
-    segments.
+    segments; pass rates of problems, by an earlier run.
     """
 
     total_steps: int
@@ -86,6 +86,7 @@ class StartFacts:
     model_dir: str
     origin: Origin
     key: str
+    pass_rates: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +502,7 @@ def _queue_process(
         problem=facts.order,
         problems=facts.order.problems,
         task_of=facts.order.task,
+        pass_rates=facts.pass_rates,
     )
     return session.start_here(
         QueueProcess,

@@ -61,9 +61,6 @@ class Score(WasVerdict):
 class Problems(Protocol):
     """Problems to train and to evaluate."""
 
-    weights: dict[str, float]
-    """Default weight of every reward component that `score` returns."""
-
     @property
     def fingerprint(self) -> str:
         """Identifies data and options: equal fingerprints mean equal problems at equal indices."""
@@ -82,6 +79,9 @@ class Problems(Protocol):
 
 class Task(Problems, Protocol):
     """Problems and their verifier, made as `Task(settings: schema.TaskConfig, seed: int)`."""
+
+    weights: dict[str, float]
+    """Default weight of every reward component that `score` returns."""
 
     def score(self, response: str, reference: Any) -> Score | Awaitable[Score]:
         """Score one response; may be `async def` where it waits. Runs in a verifier child, with

@@ -1,15 +1,16 @@
 """Tasks made of rows (`sources`), in whatever columns these have what a task wants.
 
-Runs in: the driver and the rollout actors. Hides what is wrong with some rows. Invariants: a
-malformed row is skipped and counted only up to `task.max_bad_fraction`, above that it is an error
-that names the rows; a held-out problem whose prompt also occurs in training is left out.
+Runs in: the driver and the rollout actors. Hides what is wrong with some rows, and whether all are
+in memory. Invariants: malformed rows are left out up to `task.max_bad_fraction`, above that they
+are an error that names them; a held-out problem is never trained, nor one with its prompt.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
@@ -20,8 +21,12 @@ import msgpack
 from async_grpo.config import schema
 from async_grpo.runtime.text import listed
 from async_grpo.tasks.base import Problem, Prompt, RowsRefused, Score, TaskError
-from async_grpo.tasks.sources import BadRow, read_rows
+from async_grpo.tasks.indexed import Rows, open_rows
+from async_grpo.tasks.sources import BadRow, Placed, read_rows
 
+log = logging.getLogger(__name__)
+SAMPLE = 1_000
+"""Rows that are looked at before the start where rows are streamed."""
 _SHOWN = 4
 LAYOUTS: dict[str, dict[str, str]] = {
     "verl": {"messages": "prompt", "answer": "reward_model.ground_truth"},
@@ -97,10 +102,16 @@ class RowTask(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the class, its options and all training problems."""
+        """Digest of the class, its options and all training problems; where these are streamed, of
+        all that they are made of.
+        """
         digest = blake2b(digest_size=16)
         named = (type(self).__qualname__, sorted(self._settings.options.items()))
         digest.update(repr(named).encode())
+        if isinstance(self._train, _Streamed):
+            digest.update(repr(sorted(self._columns.items())).encode())
+            digest.update(self._train.digest)
+            return digest.hexdigest()
         for problem in self._train:
             digest.update(msgpack.packb([problem.prompt, problem.reference, problem.solution]))
         return digest.hexdigest()
@@ -119,13 +130,27 @@ class RowTask(ABC):
         return self._held_out[:n]
 
     @cached_property
-    def _train(self) -> list[Problem]:
+    def _train(self) -> list[Problem] | _Streamed:
+        if not self._settings.streaming:
+            return self._loaded
+        source, held_out = self._source, frozenset(map(_prompt_key, self._held_out))
+        rows = open_rows(source, split="train")
+        step = max(1, -(-len(rows) // SAMPLE))
+        self._problems(f"a sample of {source}", (rows[n] for n in range(0, len(rows), step)))
+        return _Streamed(source, rows, self._problem, held_out)
+
+    @cached_property
+    def _loaded(self) -> list[Problem]:
+        return self._load(self._source, "train")
+
+    @property
+    def _source(self) -> str:
         if self._settings.train is None:
             raise TaskError(
                 f"task {self._settings.name} needs task.train: files with rows, or the name of "
                 "a Hugging Face data set"
             )
-        return self._load(self._settings.train, "train")
+        return self._settings.train
 
     @cached_property
     def _held_out(self) -> list[Problem]:
@@ -137,9 +162,9 @@ class RowTask(ABC):
                 f"task.eval ({self._settings.eval}) has no problem; name held-out data, or "
                 "leave task.eval out"
             )
-        if self._settings.train is None:  # a task that is only evaluated
-            return problems
-        seen = {_prompt_key(problem) for problem in self._train}
+        if self._settings.train is None or self._settings.streaming:
+            return problems  # only evaluated, or left out of training
+        seen = {_prompt_key(problem) for problem in self._loaded}
         kept = [problem for problem in problems if _prompt_key(problem) not in seen]
         if problems and not kept:
             raise TaskError(
@@ -153,19 +178,29 @@ class RowTask(ABC):
             )
         return kept
 
+    @cached_property
+    def _columns(self) -> dict[str, str]:
+        return LAYOUTS.get(self._settings.layout or "", {}) | self._settings.columns
+
+    def _problem(self, row: dict[str, Any] | BadRow) -> Problem:
+        if isinstance(row, BadRow):
+            raise row
+        row = arranged(row, self._columns)
+        problem, teacher = self.problem(row), row.get("teacher")
+        if teacher is not None and problem.teacher is None:
+            problem = replace(problem, teacher=str(teacher))
+        return problem
+
     def _load(self, source: str, split: str) -> list[Problem]:
+        return self._problems(source, read_rows(source, split=split))
+
+    def _problems(self, source: str, rows: Iterable[Placed]) -> list[Problem]:
+        """Return the problems of rows, without a few malformed ones. Raises RowsRefused."""
         problems: list[Problem] = []
         bad: dict[str, list[str]] = {}
-        columns = LAYOUTS.get(self._settings.layout or "", {}) | self._settings.columns
-        for place, row in read_rows(source, split=split):
+        for place, row in rows:
             try:
-                if isinstance(row, BadRow):
-                    raise row
-                row = arranged(row, columns)
-                problem, teacher = self.problem(row), row.get("teacher")
-                if teacher is not None and problem.teacher is None:
-                    problem = replace(problem, teacher=str(teacher))
-                problems.append(problem)
+                problems.append(self._problem(row))
             except BadRow as error:
                 bad.setdefault(str(error), []).append(place)
         count, allowed = sum(map(len, bad.values())), self._settings.max_bad_fraction
@@ -182,6 +217,41 @@ class RowTask(ABC):
             f"{_examples(bad)}"
         )
         return problems
+
+
+class _Streamed:
+    """Problems of rows that are read when they are posed. Malformed rows and those with the prompt
+    of a held-out problem leave their place to the next that is neither.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        rows: Rows,
+        problem: Callable[[dict[str, Any] | BadRow], Problem],
+        held_out: frozenset[bytes],
+    ) -> None:
+        """held_out: keys of prompts."""
+        self._source, self._rows, self._problem, self._held_out = source, rows, problem, held_out
+        self.digest = blake2b(b"".join([rows.digest, *sorted(held_out)]), digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Problem:
+        tried = min(SAMPLE, len(self))
+        for number in range(index, index + tried):
+            place, row = self._rows[number % len(self)]
+            try:
+                problem = self._problem(row)
+            except BadRow as error:
+                log.warning("%s, %s is malformed and left out: %s", self._source, place, error)
+                continue
+            if _prompt_key(problem) not in self._held_out:
+                return problem
+        raise RowsRefused(
+            f"{self._source}: none of {tried:,} rows from number {index} on can be trained"
+        )
 
 
 def _examples(bad: dict[str, list[str]]) -> str:

@@ -82,18 +82,8 @@ def reward_weights(config: schema.Config, problems: Problems) -> dict[str, float
     for own, task in parts_of(config, problems):
         with naming(own):
             found = task_weights(own.task, task)
-        weights |= {component_name(own.posed, name): weight for name, weight in found.items()}
+        weights |= {own.component(name): weight for name, weight in found.items()}
     return weights
-
-
-def component_name(task: str, component: str) -> str:
-    """Name a reward component in the whole run. task: "" where there is only one."""
-    return f"{task}.{component}" if task else component
-
-
-def task_of(rewards: Mapping[str, float]) -> str:
-    """Return the task that has these components of several tasks."""
-    return next(iter(rewards)).partition(".")[0]
 
 
 class Mixture:
@@ -101,7 +91,6 @@ class Mixture:
 
     def __init__(self, config: schema.Config, tasks: Mapping[str, Task]) -> None:
         self.tasks = dict(tasks)
-        self.weights: dict[str, float] = {}  # `reward_weights` has them
         self._teachers = {name: one.teacher for name, one in config.tasks.items()}
 
     @property

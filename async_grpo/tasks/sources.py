@@ -5,7 +5,7 @@
 
 Runs in: the driver and the rollout actors. Hides formats, compression and storage. Invariants: a
 format is told by content; a row that cannot be read comes as BadRow with its place, and a source
-that cannot be read raises TaskError, which names the file.
+that cannot be read raises TaskError, which names the file. `indexed` reads rows by their number.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from async_grpo.runtime.text import first_line, listed
 from async_grpo.tasks.base import RowsRefused, TaskError
@@ -38,12 +38,46 @@ class BadRow(ValueError):
     """One row cannot become a problem; the message says what is wrong with it."""
 
 
+Format = Literal["lines", "array", "csv", "parquet", "arrow file", "arrow stream"]
+
+
 @dataclass(frozen=True)
-class _File:
-    """A file by the name that users gave it, and how it is opened."""
+class File:
+    """A file by the name that users gave it, and how it is opened. state: what differs once it has
+    changed. path: where it is on this machine, if it is.
+    """
 
     name: str
-    open: Callable[[], BinaryIO]
+    open: Callable[[], BinaryIO] = field(compare=False)
+    state: Callable[[], str] = field(compare=False)
+    path: Path | None = None
+
+
+class Opened(NamedTuple):
+    """Content of a file, decompressed. plain: it was not compressed."""
+
+    stream: BinaryIO
+    format: Format
+    plain: bool
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set of the package `datasets`, by what users know it as."""
+
+    name: str
+    loading: Callable[[], Any]
+
+    def load(self) -> Any:
+        """Return it. Raises TaskError."""
+        try:
+            return self.loading()
+        except ModuleNotFoundError as error:
+            how = "pip install 'async_grpo[tasks]'"
+            raise TaskError(f"could not load {self.name}: {error} ({how})") from error
+        # the package's own errors, its file formats' and the hub client's: no ancestor in common
+        except Exception as error:
+            raise TaskError(f"could not load {self.name}: {first_line(error)}") from error
 
 
 def read_rows(source: str, *, split: str) -> Iterator[Placed]:
@@ -54,23 +88,30 @@ def read_rows(source: str, *, split: str) -> Iterator[Placed]:
     `datasets.save_to_disk`; or `name`, `name:config`, `name:config:split` of a Hugging Face data
     set, also `name@revision`, by default its `split`. Raises TaskError if it cannot be read.
     """
+    found = find(source, split=split)
+    if isinstance(found, DataSet):
+        rows = enumerate(found.load())
+        return ((f"row {number}", given(row)) for number, row in rows)
+    return _of_files(found)
+
+
+def find(source: str, *, split: str) -> list[File] | DataSet:
+    """Return what `source` stands for, not read; see `read_rows`. Raises TaskError for nothing."""
     path = Path(source).expanduser()
     if "://" in source:
-        files = _at_address(source)
-    elif path.is_dir() and (saved := _saved(path, split)) is not None:
-        return _of_data_set(saved, source)
-    elif path.is_dir() and not _is_data_set(path):
-        files = _in_directory(path, split)
-    elif _PATTERN.search(source) and not path.exists():
+        return _at_address(source)
+    if path.is_dir() and (saved := _saved(path, split)) is not None:
+        return DataSet(source, saved)
+    if path.is_dir() and not _is_data_set(path):
+        return _in_directory(path, split)
+    if _PATTERN.search(source) and not path.exists():
         found = [one for one in sorted(_matching(path)) if one.is_file()]
         if not found:
             raise TaskError(f"no file matches {source} (looked in {Path.cwd()})")
-        files = [_local(one) for one in found]
-    elif path.is_file() or path.suffix[1:].lower() in ENDINGS:
-        files = [_local(path)]
-    else:
-        return _of_the_hub(source, split)
-    return _of_files(files)
+        return [_local(one) for one in found]
+    if path.is_file() or path.suffix[1:].lower() in ENDINGS:
+        return [_local(path)]
+    return _of_the_hub(source, split)
 
 
 def _matching(path: Path) -> Iterator[Path]:
@@ -79,7 +120,7 @@ def _matching(path: Path) -> Iterator[Path]:
     return (one for one in found if one.name[0] != "." or path.name[0] == ".")
 
 
-def _local(path: Path) -> _File:
+def _local(path: Path) -> File:
     def opened() -> BinaryIO:
         if not path.is_file():
             raise TaskError(
@@ -87,7 +128,11 @@ def _local(path: Path) -> _File:
             )
         return path.open("rb")
 
-    return _File(str(path), opened)
+    def state() -> str:
+        found = path.stat()
+        return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
+
+    return File(str(path), opened, state, path)
 
 
 def _is_data_set(path: Path) -> bool:
@@ -96,7 +141,7 @@ def _is_data_set(path: Path) -> bool:
     return card.is_file() and "\nconfigs:" in card.read_text("utf-8", "replace")
 
 
-def _in_directory(path: Path, split: str) -> list[_File]:
+def _in_directory(path: Path, split: str) -> list[File]:
     """Find the data files below a directory, of several splits those of that one. Raises TaskError
     for none.
     """
@@ -119,7 +164,7 @@ def _in_directory(path: Path, split: str) -> list[_File]:
     return [_local(one) for one in found]
 
 
-def _at_address(source: str) -> list[_File]:
+def _at_address(source: str) -> list[File]:
     import fsspec
 
     try:
@@ -132,33 +177,44 @@ def _at_address(source: str) -> list[_File]:
     if not found:
         raise TaskError(f"no file matches {source}")
 
-    def file(path: str) -> _File:
-        return _File(storage.unstrip_protocol(path), lambda: storage.open(path, "rb"))
+    def file(path: str) -> File:
+        name = storage.unstrip_protocol(path)
+        return File(name, lambda: storage.open(path, "rb"), lambda: storage.ukey(path))
 
     return [file(str(one)) for one in found]
 
 
-def _of_files(files: list[_File]) -> Iterator[Placed]:
+def _of_files(files: list[File]) -> Iterator[Placed]:
     for file in files:
         where = f"{Path(file.name).name} " if len(files) > 1 else ""
-        try:
-            with file.open() as raw:
-                for place, row in _of_file(file.name, raw):
-                    yield f"{where}{place}", row
-        except RowsRefused as error:
-            raise RowsRefused(f"{file.name}: {error}") from error
-        except TaskError:
-            raise
-        except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise TaskError(f"{file.name} cannot be read: {reason}") from error
-        except Exception as error:  # of the storage, a decompressor or pyarrow
-            raise TaskError(f"{file.name} cannot be read: {first_line(error)}") from error
+        with reading(file) as opened:
+            for place, row in _rows(opened.stream, opened.format):
+                yield f"{where}{place}", row
 
 
-def _of_file(name: str, raw: BinaryIO) -> Iterator[Placed]:
+@contextmanager
+def reading(file: File) -> Iterator[Opened]:
+    """Open a file inside the block. Raises TaskError for all that goes wrong there, with the file's
+    name.
+    """
+    try:
+        with file.open() as raw:
+            yield _opened(file.name, raw)
+    except RowsRefused as error:
+        raise RowsRefused(f"{file.name}: {error}") from error
+    except TaskError:
+        raise
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise TaskError(f"{file.name} cannot be read: {reason}") from error
+    except Exception as error:  # of the storage, a decompressor or pyarrow
+        raise TaskError(f"{file.name} cannot be read: {first_line(error)}") from error
+
+
+def _opened(name: str, raw: BinaryIO) -> Opened:
     stream = cast(BinaryIO, io.BufferedReader(raw, PEEK))  # type: ignore[type-var]
     first = stream.peek(PEEK)  # type: ignore[attr-defined]
+    plain = False
     if first.startswith(b"\x1f\x8b"):
         stream = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=stream), PEEK))
     elif first.startswith(b"\x28\xb5\x2f\xfd"):
@@ -166,9 +222,17 @@ def _of_file(name: str, raw: BinaryIO) -> Iterator[Placed]:
 
         inner = pyarrow.CompressedInputStream(stream, "zstd")
         stream = cast(BinaryIO, io.BufferedReader(inner, PEEK))
+    else:
+        plain = True
     first = stream.peek(PEEK)  # type: ignore[attr-defined]
-    if first.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
-        return _of_table(stream, first)
+    tables: dict[bytes, Format] = {
+        b"PAR1": "parquet",
+        b"ARROW1": "arrow file",
+        b"\xff\xff\xff\xff": "arrow stream",
+    }
+    for begins, table in tables.items():
+        if first.startswith(begins):
+            return Opened(stream, table, plain)
     text = first.removeprefix(b"\xef\xbb\xbf").lstrip()
     if b"\0" in first:
         raise RowsRefused(
@@ -176,25 +240,35 @@ def _of_file(name: str, raw: BinaryIO) -> Iterator[Placed]:
             "of these in gzip or zstd"
         )
     if text.startswith(b"["):
-        return _of_array(stream)
+        return Opened(stream, "array", plain)
     header = text.partition(b"\n")[0]
     ending = name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     columned = any(one in header for one in (b",", b"\t", b";"))
     is_csv = ending in ("csv", "tsv") or (columned and ending not in ("json", "jsonl"))
-    if text.startswith(b"{") or not is_csv:
+    return Opened(stream, "csv" if is_csv and not text.startswith(b"{") else "lines", plain)
+
+
+def _rows(stream: BinaryIO, kind: Format) -> Iterator[Placed]:
+    if kind == "lines":
         return _of_lines(stream)
-    return _of_csv(stream, header)
+    if kind == "array":
+        return _of_array(stream)
+    if kind == "csv":
+        return _of_csv(stream)
+    rows = (row for batch in batches(stream, kind) for row in batch.to_pylist())
+    return ((f"row {number}", given(row)) for number, row in enumerate(rows))
 
 
 def _of_lines(stream: BinaryIO) -> Iterator[Placed]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
-            yield f"line {number}", _parsed(line.removeprefix(b"\xef\xbb\xbf"))
+            yield f"line {number}", parsed(line)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+def parsed(line: bytes) -> dict[str, Any] | BadRow:
+    """Return the row of a line of JSON lines."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
     except RecursionError:
         return BadRow("nested too deeply")
     except UnicodeDecodeError:
@@ -219,8 +293,9 @@ def _of_array(stream: BinaryIO) -> Iterator[Placed]:
         yield f"row {number}", row if isinstance(row, dict) else BadRow("not a JSON object")
 
 
-def _of_csv(stream: BinaryIO, header: bytes) -> Iterator[Placed]:
+def _of_csv(stream: BinaryIO) -> Iterator[Placed]:
     """Read text under the names of the first row; every value is text."""
+    header = stream.peek(PEEK).lstrip().partition(b"\n")[0]  # type: ignore[attr-defined]
     between = max(",\t;", key=lambda one: header.count(one.encode()))
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(2**31 - 1)
@@ -246,29 +321,25 @@ def _of_csv(stream: BinaryIO, header: bytes) -> Iterator[Placed]:
         yield f"line {lines.line_num}", row
 
 
-def _of_table(stream: BinaryIO, first: bytes) -> Iterator[Placed]:
+def batches(stream: BinaryIO, kind: Format) -> Iterator[Any]:
+    """Yield a table's record batches (pyarrow)."""
     import pyarrow
     from pyarrow import parquet
 
-    if first.startswith(b"PAR1"):
-        batches = parquet.ParquetFile(stream).iter_batches()
-    elif first.startswith(b"ARROW1"):
+    if kind == "parquet":
+        yield from parquet.ParquetFile(stream).iter_batches()
+    elif kind == "arrow file":
         file = pyarrow.ipc.open_file(stream)
-        batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
     else:
-        batches = iter(pyarrow.ipc.open_stream(stream))
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield f"row {number}", _given(row)
-            number += 1
+        yield from pyarrow.ipc.open_stream(stream)
 
 
-def _given(value: Any) -> Any:
+def given(value: Any) -> Any:
     """Return a table's value without nulls in mappings, which stand for keys that are not given."""
     if isinstance(value, dict):
-        return {key: _given(part) for key, part in value.items() if part is not None}
-    return [_given(part) for part in value] if isinstance(value, list) else value
+        return {key: given(part) for key, part in value.items() if part is not None}
+    return [given(part) for part in value] if isinstance(value, list) else value
 
 
 @contextmanager
@@ -299,7 +370,7 @@ def _saved(path: Path, split: str) -> Callable[[], Any] | None:
     return load
 
 
-def _of_the_hub(source: str, split: str) -> Iterator[Placed]:
+def _of_the_hub(source: str, split: str) -> DataSet:
     name, _, rest = source.partition(":")
     name, _, revision = name.partition("@")
     config, _, named = rest.partition(":")
@@ -314,17 +385,4 @@ def _of_the_hub(source: str, split: str) -> Iterator[Placed]:
 
     at = f", revision {revision!r}" if revision else ""
     what = f"data set {name!r}, config {config or 'default'!r}, split {named or split!r}{at}"
-    return _of_data_set(load, what)
-
-
-def _of_data_set(load: Callable[[], Any], what: str) -> Iterator[Placed]:
-    try:
-        rows = load()
-    except ModuleNotFoundError as error:
-        how = "pip install 'async_grpo[tasks]'"
-        raise TaskError(f"could not load {what}: {error} ({how})") from error
-    # the package's own errors, its file formats' and the hub client's have no ancestor in common
-    except Exception as error:
-        raise TaskError(f"could not load {what}: {first_line(error)}") from error
-    for number, row in enumerate(rows):
-        yield f"row {number}", _given(row)
+    return DataSet(what, load)

@@ -30,7 +30,7 @@ learner.zero_stage
 TOLD = """
 frozen run.total_steps run.epochs model.reference model.reference_refresh_steps model.lm_head_fp32
 task.train task.eval task.layout task.columns task.options task.rewards task.rewards_norm
-task.verifier.on_error task.judges tasks replay.quota
+task.streaming task.verifier.on_error task.judges tasks replay.quota
 replay.max_staleness replay.order replay.on_stale replay.journal.enable environment.on_timeout
 environment.max_invalid environment.tools environment.tool_parser environment.renderer
 endpoint.sampling weight_sync.every_steps weight_sync.kv_cache cluster.device cluster.engine.vllm
@@ -63,7 +63,7 @@ WHOLE = (
     "learner.",
     "evaluation.task",
 )
-WARNED = {*TOLD.split(), *below(*WHOLE)} - FIXED
+WARNED = {*TOLD.split(), *below(*WHOLE)} - FIXED - {"replay.difficulty.rates_from"}
 TRAINS = FIXED | {*TRAINED.split(), *below("algorithm.", "learner.")}
 
 

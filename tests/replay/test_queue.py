@@ -935,6 +935,22 @@ async def test_problems_are_posed_by_the_pass_rates_of_trained_and_rejected_grou
     assert (await queue.counts())["skipped"] == 1
 
 
+async def test_a_run_may_begin_with_the_pass_rates_of_another() -> None:
+    settings_ = queue_settings(
+        rollout_batch_size=2,
+        max_staleness=3,
+        difficulty=DifficultyRule("window", target=0.5, width=0.4, explore=1e-9, seed=3),
+        pass_rates={0: 1.0, 2: 0.0, 3: 0.4},
+        problem=lambda group_id: group_id % 4,
+        problems=4,
+    )
+    queue = ReplayQueue(settings_)
+    assert [one.group_id for one in await take(queue, 4)] == [1, 3, 5, 7]
+    queue.ledger.rates.clear()
+    later = ReplayQueue(settings_, ledger=queue.ledger)
+    assert not later.ledger.rates, "only of a run that is new"
+
+
 def test_the_chance_of_a_problem_is_that_of_its_rate_and_always_the_same() -> None:
     gaussian = DifficultyRule("gaussian", target=0.5, width=0.25, explore=0.1, seed=0)
     window = DifficultyRule("window", target=0.5, width=0.25, explore=0.1, seed=0)

@@ -324,6 +324,7 @@ def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
         problem=order,
         problems=order.problems,
         task_of=order.task,
+        pass_rates={},
     )
     assert pickle.loads(pickle.dumps(settings)).rule_of(0) == settings.rule_of(0)
     for group_id in range(8):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import cache
 from typing import Any
 
 from async_grpo.config.schema import Config
@@ -11,10 +12,12 @@ from async_grpo.errors import NoSignal
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.run.planning import shaping
+from async_grpo.run.preflight.run_check import check_run
 from async_grpo.tasks.mixture import ProblemOrder, Quotas
 from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
-from tests.support.wiring import Wire
+from tests.support.rated_run import rated_run
+from tests.support.wiring import Wire, load
 
 PROBLEMS = 6
 WEIGHTS = {"correct": 1.0}
@@ -45,7 +48,19 @@ def queue_settings(config: Config) -> QueueSettings:
         problem=(order := problem_order(config)),
         problems=order.problems,
         task_of=order.task,
+        pass_rates=_rates(config),
     )
+
+
+def _rates(config: Config) -> dict[int, float]:
+    source = config.replay.difficulty.rates_from
+    return {} if source is None else check_run(config, notes=[]).pass_rates
+
+
+@cache
+def rated() -> str:
+    """A run that has found every problem right."""
+    return rated_run(load({}), dict.fromkeys(range(PROBLEMS), 1.0))
 
 
 def queued(config: Config) -> list[Any]:
@@ -127,6 +142,7 @@ WIRES = [
     _queue("replay.difficulty.target", 0.0, replay__difficulty__choose="window"),
     _queue("replay.difficulty.width", 0.01, replay__difficulty__choose="gaussian"),
     _queue("replay.difficulty.explore", 1.0, replay__difficulty__choose="window"),
+    _queue("replay.difficulty.rates_from", rated(), replay__difficulty__choose="window"),
     _queue("replay.quota", "trained", tasks={"sums": {"weight": 2.0}, "words": {}}),
     _queue("algorithm.mask_truncated", True),
     Wire("task.max_bad_fraction", 0.9, queued, {"replay.max_attempts": 1}),

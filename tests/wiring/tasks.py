@@ -130,6 +130,7 @@ WIRES = [
     Wire("task.eval", rows("evals", 7), posed, DATA),
     Wire("task.layout", "verl", posed, DATA),
     Wire("task.columns", {"prompt": "answer"}, posed, DATA),
+    Wire("task.streaming", True, posed, DATA),
     Wire("task.options", {"match": "contains"}, posed, DATA),
     Wire("task.rewards", {"format": 2.0}, posed),
     Wire("task.judges", {"nice": Judge(model="critic")}, posed, unchecked=True),

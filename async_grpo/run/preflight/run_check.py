@@ -13,14 +13,20 @@ from async_grpo.cluster.addresses import addresses
 from async_grpo.config.load import preflight_files
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.config.stored import read_settings
+from async_grpo.errors import JournalError, SetupError
+from async_grpo.replay.history import Past, lineage, read
+from async_grpo.replay.resume import identity
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
 from async_grpo.run.preflight.model import check_journal, check_metric, look
-from async_grpo.runtime.text import listed
+from async_grpo.runtime.text import first_line, listed
 from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import Problems, TaskError, task_weights
 from async_grpo.tasks.mixture import ProblemOrder, load_tasks, naming, parts_of, reward_weights
 from async_grpo.tasks.registry import check_concurrency, held_out
+
+TEACHER_ROWS = 1_000_000
+"""Most rows that are asked for their teacher, spread evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Checked:
     """What a check found. config: what was checked, with what a run keeps that goes on. weights: of
     the reward components. problems, order, fingerprint: of the training data; held_out: problems to
     evaluate on. checkpoint: where the run goes on. notes: on the model; None where it is to be made
-    first.
+    first. pass_rates: of problems, by an earlier run.
     """
 
     config: Config
@@ -41,6 +47,7 @@ class Checked:
     checkpoint: Path | None
     changes: Changes
     notes: list[str] | None
+    pass_rates: dict[int, float]
 
 
 def check_run(config: Config, *, notes: list[str] | None) -> Checked:
@@ -60,6 +67,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         if notes is None:  # once: a trainer is checked more than once
             notes = look(config, task)
         data = _data(config, task)
+        rates = _pass_rates(config, data)
     except (TaskError, ValueError) as error:
         raise SetupError(str(error)) from error
     except OSError as error:  # a name that no file can have, a disk that does not answer
@@ -78,7 +86,30 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         checkpoint=found,
         changes=changes(config, found),
         notes=notes,
+        pass_rates=rates,
     )
+
+
+def _pass_rates(config: Config, data: str) -> dict[int, float]:
+    """Read what `replay.difficulty.rates_from` found. data: fingerprint of the training data.
+    Raises SetupError.
+    """
+    source = config.replay.difficulty.rates_from
+    if source is None:
+        return {}
+    key = f"`replay.difficulty.rates_from` is {source}"
+    try:
+        other = Config.model_validate(read_settings(Path(source) / "config.yaml"))
+        [*_, last] = lineage(Path(source) / "journal")[0]
+    except (OSError, ValueError, JournalError) as error:
+        raise SetupError(f"{key}, of which no journal can be read: {first_line(error)}") from error
+    if last.segment.snapshot["identity"] != identity(other, data):
+        raise SetupError(f"{key}, a run on other data (or whose data have changed)")
+    past = Past(last.segment.snapshot)
+    read([last], past, damage="end")
+    if not past.ledger.rates:
+        raise SetupError(f"{key}, which kept no pass rates: its `replay.difficulty.choose` was all")
+    return past.ledger.rates
 
 
 def _data(config: Config, task: Problems) -> str:
@@ -88,7 +119,8 @@ def _data(config: Config, task: Problems) -> str:
     teachers = config.algorithm.distill.teachers
     if len(teachers) < 2:
         return task.fingerprint
-    named = [task.train(row).teacher for row in range(len(task))]
+    step = -(-len(task) // TEACHER_ROWS)
+    named = [task.train(row).teacher for row in range(0, len(task), step)]
     if others := sorted({*named} - {None, *teachers}, key=str):
         raise TaskError(
             f"rows name the teacher {listed([str(one) for one in others], 3)}, and "
