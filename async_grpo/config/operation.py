@@ -11,6 +11,9 @@ from pydantic import BeforeValidator, Field
 
 from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
 
+Layout = Literal["verl", "trl", "roll"]
+"""Systems whose rows are read as they are."""
+
 
 class EvaluationTask(Section):
     """Name another task for evaluations."""
@@ -19,6 +22,10 @@ class EvaluationTask(Section):
     """Built-in task or a dotted path `package.module:Class`."""
     eval: str | None = None
     """Held-out data, same forms as `task.eval`."""
+    layout: Layout | None = None
+    """As `task.layout`."""
+    columns: dict[str, str] = Field({})
+    """As `task.columns`."""
     options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
 

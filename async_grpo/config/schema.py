@@ -18,7 +18,7 @@ from async_grpo.config.choice import Chosen, OneOf
 from async_grpo.config.endpoint import EndpointConfig
 from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.config.frozen import FrozenModel, Judge
-from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
+from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Layout, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
     Fraction,
@@ -260,7 +260,7 @@ class TaskConfig(Section):
         str | None, warn("what held-out accuracy means: it cannot be compared with that before")
     ] = None
     """Held-out data, same forms as `train`."""
-    layout: Literal["verl", "trl", "roll"] | None = None
+    layout: Layout | None = None
     """Rows are in the layout of this system, for the task `jsonl`."""
     streaming: bool = False
     """Read training rows when they are posed, for data that do not fit in memory: JSON lines,
@@ -757,9 +757,7 @@ class Config(Section):
         if other is None:
             return self.task
         return TaskConfig(
-            name=other.name,
-            eval=other.eval,
-            options=other.options,
+            **other.model_dump(),
             env_vars=self.task.env_vars,
             verifier=self.task.verifier,
             max_bad_fraction=self.task.max_bad_fraction,

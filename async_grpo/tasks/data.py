@@ -232,7 +232,8 @@ class _Streamed:
         held_out: frozenset[bytes],
     ) -> None:
         """held_out: keys of prompts."""
-        self._source, self._rows, self._problem, self._held_out = source, rows, problem, held_out
+        self._source, self._rows = source, rows
+        self._problem, self._held_out = problem, held_out
         self.digest = blake2b(b"".join([rows.digest, *sorted(held_out)]), digest_size=16).digest()
 
     def __len__(self) -> int:

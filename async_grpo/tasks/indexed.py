@@ -43,7 +43,7 @@ SHORTEST = 3
 """Bytes of the shortest JSON object with the end of its line."""
 
 
-class Part(Protocol):
+class RowsPart(Protocol):
     """Rows of one file or data set. digest: of its content."""
 
     digest: bytes
@@ -56,9 +56,9 @@ class Part(Protocol):
 
 
 class Rows:
-    """Rows of several parts, one after the other; itself a Part."""
+    """Rows of several parts, one after the other; itself a RowsPart."""
 
-    def __init__(self, parts: Sequence[tuple[str, Part]]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, RowsPart]]) -> None:
         """Take parts, each with what its places begin with."""
         self._parts = parts
         self._ends = list(accumulate(len(part) for _, part in parts))
@@ -92,7 +92,7 @@ def open_rows(source: str, *, split: str) -> Rows:
 
 
 @lru_cache(maxsize=1024)
-def _part(file: File, state: str) -> Part:
+def _part(file: File, state: str) -> RowsPart:
     with reading(file) as opened:
         if opened.format in ("array", "csv"):
             raise RowsRefused(

@@ -30,7 +30,7 @@ SECTIONS = {
     "Callbacks and sweeps": (
         "Built-in callbacks, by their names in `run.callbacks` or as objects; a custom one is a "
         "subclass of `Callback`.",
-        {"run.callbacks.early_stopping": "*", "contrib.tune": "*"},
+        {"run.callbacks.early_stopping": "*", "contrib.tune": "resources trainable"},
     ),
     "What plugins are called with": (
         "Functions that are registered get one of these ([extend](../how-to/extend.md)).",

@@ -141,6 +141,8 @@ WIRES = [
     Wire("evaluation.task.name", "jsonl", posed, OTHER, against="arithmetic"),
     Wire("evaluation.task.eval", rows("third", 3), posed, OTHER),
     Wire("evaluation.task.options", {"max_digits": 1}, posed),
+    Wire("evaluation.task.layout", "verl", posed, OTHER),
+    Wire("evaluation.task.columns", {"prompt": "answer"}, posed, OTHER),
     Wire("seed", 3, taught, HARD),
     _warm("hidden_size", 192),
     _warm("intermediate_size", 64),
