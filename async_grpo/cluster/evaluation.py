@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -44,6 +44,7 @@ MAY_LIVE = (ray.exceptions.RayTaskError, ray.exceptions.ActorUnavailableError)
 """Errors after which a probe tells whether the engine is dead."""
 Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
+Tell = Callable[[Mapping[str, float]], Awaitable[list[str]]]
 
 
 class HasEpoch(Protocol):
@@ -65,11 +66,12 @@ class Evaluations:
         listener: RunListener,
         failures: FailureHandler,
         total_steps: int,
+        tell: Tell,
     ) -> None:
-        """failures: told what ends the run."""
+        """failures: told what ends the run. tell: told accuracies by task; which begin by that."""
         self._config, self._coordinator = config, coordinator
         self._actors, self._epochs = actors, epochs
-        self._listener, self._failures = listener, failures
+        self._listener, self._failures, self._tell_accuracies = listener, failures, tell
         self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0
@@ -102,7 +104,7 @@ class Evaluations:
                 f"{self._config.evaluation.timeout_s:g} s"
             ) from error
         seconds = time.perf_counter() - started
-        result = self._metrics(outcomes, seconds=seconds, waited=seconds)
+        result = await self._metrics(outcomes, seconds=seconds, waited=seconds)
         self._listener.note(f"held-out accuracy at step {step}: {_accuracies(result)}")
         return result, self._samples.shown(step, rows)
 
@@ -151,7 +153,7 @@ class Evaluations:
             if answers is not None and version.run_epoch == self._epochs.run_epoch:
                 outcomes, rows = answers
                 seconds = time.perf_counter() - started
-                result = self._metrics(outcomes, seconds=seconds, waited=waited)
+                result = await self._metrics(outcomes, seconds=seconds, waited=waited)
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
@@ -230,7 +232,7 @@ class Evaluations:
                 rows += answer[1]
         return left, outcomes, rows
 
-    def _metrics(
+    async def _metrics(
         self, outcomes: list[ProblemOutcome], *, seconds: float, waited: float
     ) -> dict[str, float]:
         own = {
@@ -238,7 +240,13 @@ class Evaluations:
             "eval/learner_waited_s": waited,
             "eval/skipped": float(self._skipped),
         }
-        return metrics(outcomes, n=self._config.evaluation.n) | own
+        found = metrics(outcomes, n=self._config.evaluation.n) | own
+        if any(one.after for one in self._config.tasks.values()):
+            names = {name: f"eval/task/{name}/accuracy_greedy" for name in self._config.tasks}
+            known = {name: found[key] for name, key in names.items() if key in found}
+            for task in await self._tell_accuracies(known):
+                self._listener.note(f"task {task} is posed from now on")
+        return found
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -157,11 +157,29 @@ def _tasks(config: Config) -> Iterator[str]:
             "`replay.quota` is trained, so no weight of `tasks` can be 0: nothing could follow a "
             "lost group of that task."
         )
+    yield from _curriculum(config)
     if config.tasks and common.retire_at is not None:
         yield (
             "`replay.filter_groups.retire_at` takes problems out, so that `tasks` cannot have "
             "their shares: use `replay.difficulty` with `replay.quota: trained`."
         )
+
+
+def _curriculum(config: Config) -> Iterator[str]:
+    later = {name: set(one.after) for name, one in config.tasks.items() if one.after}
+    for name, others in later.items():
+        if unknown := sorted(others - set(config.tasks)):
+            yield f"`tasks.{name}.after` names {unknown[0]}, and `tasks` has none of that name."
+    reached, waiting = set(config.tasks) - set(later), dict(later)
+    while ready := [name for name, others in waiting.items() if others <= reached]:
+        reached |= {*ready}
+        waiting = {name: others for name, others in waiting.items() if name not in ready}
+    if waiting and not any(others - set(config.tasks) for others in waiting.values()):
+        yield f"`tasks.{next(iter(waiting))}.after` waits for tasks that wait for it."
+    if later and not config.evaluation.every_steps:
+        yield "`tasks.NAME.after` needs evaluations: set `evaluation.every_steps`."
+    if later and config.replay.quota == "trained":
+        yield "`tasks.NAME.after` leaves tasks out, so `replay.quota` cannot be trained."
 
 
 def _trained(config: Config) -> Iterator[str]:

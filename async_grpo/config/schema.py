@@ -414,11 +414,12 @@ class Difficulty(Section):
     """Prefer problems whose responses are sometimes right."""
 
     on_resume = warn("which problems are posed, from here on")
-    choose: Literal["all", "window", "gaussian"] = "all"
-    """Which problems are posed: all; those whose pass rate is at most `width` from `target`; or
-    with a chance that falls with that distance like a normal density. A problem without a pass rate
-    is always posed; the rate is of its groups that were trained or rejected by a filter, the last
-    one counts half.
+    choose: Literal["all", "window", "gaussian", "bandit"] = "all"
+    """Which problems are posed: all; those whose pass rate is at most `width` from `target`; with a
+    chance that falls with that distance like a normal density; or as often as groups of problems
+    with such a rate (in fifths) had right and wrong responses. A problem without a pass rate is
+    always posed; the rate is of its groups that were trained or rejected by a filter, the last one
+    counts half.
     """
     target: Fraction = 0.5
     """The best pass rate."""
@@ -437,6 +438,8 @@ class MixedTask(TaskConfig):
     """Its share of the groups, in proportion; or pairs of a learner step and the weight from then
     on, the first of step 0. A step counts as `rollout.rollout_batch_size` issued groups.
     """
+    after: dict[str, Fraction] = Field({})
+    """Pose it once the held-out accuracy of other tasks was as high, as `{sums: 0.8}`."""
     group_size: Positive | None = None
     """Responses sampled per prompt, at most `rollout.group_size`; null: as many."""
     response_length: Positive | None = None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from async_grpo.algo.filters import accuracy
 from async_grpo.errors import NoSignal, SetupError
 from async_grpo.replay.events import Event, Expire, Fail, Rate, Reject
-from async_grpo.replay.ledger import Ledger, State
+from async_grpo.replay.ledger import Ledger, State, fifth_of
 from async_grpo.replay.outstanding import OutstandingLimit
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.rules import QueueSettings, fair_share
@@ -80,16 +80,18 @@ class PassRates:
     without.
     """
 
-    def __init__(self, settings: QueueSettings, rates: dict[int, float]) -> None:
+    def __init__(self, settings: QueueSettings, ledger: Ledger) -> None:
         self._rule, self._problem = settings.difficulty, settings.problem
-        self._rates = rates
+        self._rates, self._mixed = ledger.rates, ledger.mixed
 
     def skips(self, group_id: int) -> bool:
         """Whether the problem of this id is passed over."""
         if self._rule is None or self._problem is None:
             return False
         rate = self._rates.get(self._problem(group_id))
-        return rate is not None and not self._rule.poses(group_id, rate)
+        if rate is None:
+            return False
+        return not self._rule.poses(group_id, rate, self._mixed.get(fifth_of(rate), 1.0))
 
     def rated(self, groups: Iterable[GroupMeta]) -> Iterator[Rate]:
         """Yield what groups that are done with say of their problems."""
@@ -100,6 +102,28 @@ class PassRates:
             if rate is not None:
                 problem = self._problem(meta.group_id)
                 yield Rate(problem, (rate + self._rates.get(problem, rate)) / 2)
+
+
+class Curriculum:
+    """Rule of `tasks.NAME.after`: a task is posed once others are mastered. Idle without."""
+
+    def __init__(self, settings: QueueSettings, ledger: Ledger) -> None:
+        later = {name: rule.after for name, rule in settings.tasks.items() if rule.after}
+        self._task_of = settings.task_of if later else None
+        self._later, self._known = later, ledger.accuracies
+
+    def skips(self, group_id: int) -> bool:
+        """Whether the task of this id is not posed yet."""
+        return self._task_of is not None and self._task_of(group_id) in self.closed
+
+    @property
+    def closed(self) -> list[str]:
+        """The tasks that are not posed yet."""
+        return [
+            name
+            for name, after in self._later.items()
+            if any(self._known.get(task, -1.0) < least for task, least in after.items())
+        ]
 
 
 class TaskShares:

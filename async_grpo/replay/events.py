@@ -96,6 +96,13 @@ class Rate(NamedTuple):
     rate: float
 
 
+class Accuracy(NamedTuple):
+    """Held-out accuracy of a task of several."""
+
+    task: str
+    value: float
+
+
 class Owe(NamedTuple):
     """A group of this task was lost (1), or another one follows it (-1)."""
 
@@ -165,6 +172,7 @@ Event = (
     | Forfeit
     | Retire
     | Rate
+    | Accuracy
     | Owe
     | Refuse
     | Waste

@@ -119,6 +119,12 @@ class Ledger:
         self.retired: set[int] = set()
         self.rates: dict[int, float] = {}
         """Pass rates of problems (`replay.difficulty`)."""
+        self.mixed: dict[int, float] = {}
+        """Fifth of the pass rates -> share of its latest groups that had right and wrong responses:
+        of 20 in the mean, 1 before any.
+        """
+        self.accuracies: dict[str, float] = {}
+        """The best held-out accuracy of each of several tasks (`tasks.NAME.after`)."""
         self.owed: Counter[str] = Counter()
         """Lost groups by task, which none of the same task has followed yet (`replay.quota`)."""
         self.forfeited: set[str] = set()
@@ -179,7 +185,13 @@ class Ledger:
             case events.Retire(problem):
                 self.retired.add(problem)
             case events.Rate(problem, rate):
+                if (before := self.rates.get(problem)) is not None:
+                    fifth, own = fifth_of(before), 2 * rate - before  # the group counted half
+                    known = self.mixed.get(fifth, 1.0)
+                    self.mixed[fifth] = known + (float(1e-6 < own < 1 - 1e-6) - known) / 20
                 self.rates[problem] = rate
+            case events.Accuracy(task, value):
+                self.accuracies[task] = max(value, self.accuracies.get(task, value))
             case events.Owe(task, number):
                 self.owed[task] += number
                 self.totals["owed"] += max(0, number)
@@ -399,6 +411,7 @@ class Ledger:
             "tokens": self.tokens.snapshot(),
             "retired": sorted(self.retired),
             "rates": [list(pair) for pair in self.rates.items()],
+            "mixed": [list(pair) for pair in self.mixed.items()],
             "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
@@ -416,10 +429,11 @@ class Ledger:
         for name in _PLAIN:
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
-            getattr(ledger, name).update(snapshot.get(name, {}))  # older ones have no `owed`
+            getattr(ledger, name).update(snapshot.get(name, {}))  # older ones lack some
         ledger.closed = Counter({State(name): count for name, count in snapshot["closed"].items()})
         ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
-        ledger.rates = {problem: rate for problem, rate in snapshot.get("rates", ())}
+        ledger.rates.update(snapshot.get("rates", ()))
+        ledger.mixed.update(snapshot.get("mixed", ()))
         ledger.tokens = Tokens.from_snapshot(snapshot["tokens"])
         ledger.segment_steps = {segment: step for segment, step in snapshot["segment_steps"]}
         for entry in _entries(snapshot["groups"]) if entries is None else entries:
@@ -442,6 +456,11 @@ def _entries(rows: Iterable[list[Any]]) -> Iterable[GroupEntry]:
         yield entry
 
 
+def fifth_of(rate: float) -> int:
+    """Return the fifth of 0 to 1 in which a rate is, 0 to 4."""
+    return min(4, int(5 * rate))
+
+
 def _count(reasons: Counter[str], reason: str) -> None:
     """Errors may name ids or values: without a limit every one would be a reason of its own."""
     if reason not in reasons and len(reasons) >= REASONS:
@@ -457,4 +476,7 @@ _PLAIN = (
     *("next_group_id", "steps", "live", "training_step", "over"),
     *("failed_before", "run_epoch", "epoch_step"),
 )
-_COUNTERS = ("closed", "totals", "rejected", "failed", "rejected_now", "failed_now", "owed")
+_COUNTERS = (
+    *("closed", "totals", "rejected", "failed", "rejected_now", "failed_now", "owed"),
+    "accuracies",
+)

@@ -46,10 +46,17 @@ import numpy as np
 from async_grpo.algo.catalog import import_plugins
 from async_grpo.replay import events
 from async_grpo.replay.actor_reports import ActorReport, ActorReports
-from async_grpo.replay.admission import Admission, PassRates, Retirement, TaskShares, check_signal
+from async_grpo.replay.admission import (
+    Admission,
+    Curriculum,
+    PassRates,
+    Retirement,
+    TaskShares,
+    check_signal,
+)
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
-from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.replay.ledger import GroupEntry, Ledger, State, fifth_of
 from async_grpo.replay.metrics import QueueWaits, batch_metrics
 from async_grpo.replay.order import BatchPicker
 from async_grpo.replay.outstanding import OutstandingLimit
@@ -133,8 +140,9 @@ class ReplayQueue:
         self._ledger = ledger
         self._retirement = Retirement(settings, self._ledger.retired)
         self._shares = TaskShares(settings, self._ledger)
-        self._pass_rates = PassRates(settings, self._ledger.rates)
-        self._rules = (self._retirement, self._shares, self._pass_rates)
+        self._pass_rates = PassRates(settings, self._ledger)
+        self._curriculum = Curriculum(settings, self._ledger)
+        self._rules = (self._retirement, self._shares, self._pass_rates, self._curriculum)
         self._outstanding = OutstandingLimit(settings)
         self._admission = Admission(
             settings,
@@ -352,6 +360,14 @@ class ReplayQueue:
             actor_id: [(entry.group_id, entry.attempt) for entry in self._ledger.held_by(actor_id)]
             for actor_id in self._ledger.held
         }
+
+    async def evaluated(self, accuracies: Mapping[str, float]) -> list[str]:
+        """Take the held-out accuracies of tasks; the tasks that are posed from now on."""
+        before = self._curriculum.closed
+        for task, value in accuracies.items() if before else ():
+            self.record(events.Accuracy(task, value))
+        await self.commit()
+        return [task for task in before if task not in self._curriculum.closed]
 
     async def metrics(self) -> dict[str, float]:
         """Numbers to log, as `replay/...` paths. Times in seconds, lags in learner steps."""
@@ -589,5 +605,5 @@ class ReplayQueue:
 
 def _pass_rates(rates: Mapping[int, float]) -> dict[str, float]:
     """Count the problems by their pass rates, in fifths."""
-    found = Counter(min(4, int(5 * rate)) for rate in rates.values())
+    found = Counter(map(fifth_of, rates.values()))
     return {f"replay/pass_rate/{fifth}": float(found[fifth]) for fifth in range(5) if rates}

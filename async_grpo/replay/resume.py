@@ -387,7 +387,7 @@ def identity(config: Config, fingerprint: str) -> str:
 
 
 def _of_tasks(config: Config) -> dict[str, Any]:
-    unlike = {*_NOT_OF_GROUPS, "filter_groups", "teacher"}
+    unlike = {*_NOT_OF_GROUPS, "filter_groups", "teacher", "after"}
     found = {name: one.model_dump(exclude=unlike) for name, one in config.tasks.items()}
     return found | {"groups of a step": config.rollout.rollout_batch_size}
 
@@ -529,8 +529,8 @@ class _Opening:
                 report.from_step, report.rolls_to = step, until
                 report.rolled = until - step
         if not same:  # they are of other problems
-            ledger.rates.clear()
-            ledger.owed.clear()
+            for of_problems in (ledger.rates, ledger.mixed, ledger.accuracies, ledger.owed):
+                of_problems.clear()
         if not beginnings or results is None:
             return ledger, report, []
         free, end = free_again(settings, ledger), past.ledger

@@ -29,10 +29,13 @@ OnStale = Literal["wait", "mask", "expire"]
 
 @dataclass(frozen=True)
 class TaskRule:
-    """What groups of a task must be like. filter: None rejects nothing."""
+    """What groups of a task must be like. filter: None rejects nothing. after: held-out accuracy
+    by task, from which on groups of this one are issued.
+    """
 
     group_size: int
     filter: FilterRule | None
+    after: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config) -> TaskRule:
@@ -40,7 +43,8 @@ class TaskRule:
         rule = _filter_rule(config)
         if rule is not None and rule.metric not in ("score", "acc", "seq_reward"):
             rule = replace(rule, metric=config.component(rule.metric))
-        return cls(config.rollout.group_size, rule)
+        after = config.tasks[config.posed].after if config.tasks else {}
+        return cls(config.rollout.group_size, rule, after)
 
 
 def _filter_rule(config: Config) -> FilterRule | None:
@@ -69,10 +73,14 @@ class DifficultyRule:
     explore: float
     seed: int
 
-    def poses(self, group_id: int, rate: float) -> bool:
-        """Whether this id, whose problem has this pass rate, is issued."""
+    def poses(self, group_id: int, rate: float, mixed: float) -> bool:
+        """Whether this id is issued. rate: pass rate of its problem. mixed: share of the groups of
+        such problems that have right and wrong responses.
+        """
         distance = abs(rate - self.target) / self.width
         chance = float(distance <= 1) if self.choose == "window" else math.exp(-(distance**2) / 2)
+        if self.choose == "bandit":
+            chance = mixed
         key = f"{self.seed}\0difficulty\0{group_id}".encode()
         drawn = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") / 2**64
         return drawn < max(chance, self.explore)

@@ -270,6 +270,7 @@ class System:
             listener=listener,
             failures=self,
             total_steps=facts.total_steps,
+            tell=lambda found: self.queue.call(ReplayQueue.evaluated, found),
         )
 
     async def start(self) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,7 @@ class Answerer(FakeEngine):
         super().__init__(actor_id, events)
         self.answering, self.told, self.fault, self.well = asyncio.Event(), [], None, True
         self.asked: list[tuple[list[int], str]] = []
+        self.outcome = RIGHT
         self.handle = SimpleNamespace(
             **{
                 name: Method(getattr(self, name))
@@ -87,7 +89,7 @@ class Answerer(FakeEngine):
         if self.fault is not None:
             raise self.fault
         assert self.label == label, "it took other weights while it answered"
-        return [RIGHT] * len(indices), [{"response": "x"}] * min(samples, len(indices))
+        return [self.outcome] * len(indices), [{"response": "x"}] * min(samples, len(indices))
 
 
 class Beside(Run):
@@ -95,17 +97,19 @@ class Beside(Run):
 
     gpu = Apart()
 
-    def __init__(self, *, engines: int = 2, timeout_s: float = 5.0) -> None:
+    def __init__(self, *, engines: int = 2, timeout_s: float = 5.0, **tasks: Any) -> None:
         super().__init__(engines=0)
         self.members = [Answerer(f"a{index}", self.events) for index in range(engines)]
         self.results: list[tuple[int, dict[str, float]]] = []
+        self.told: list[dict[str, float]] = []
         self.listener = RecordingListener(self.notes)
         self.failures, self.run_epoch = self.listener.failures, 0
         settings = Config.model_validate(
             {
                 "run": {"total_steps": 9},
                 "model": {"path": "m"},
-                "evaluation": {"timeout_s": timeout_s},
+                "evaluation": {"timeout_s": timeout_s, "every_steps": 1},
+                "tasks": tasks,
                 "tracking": {"sample_rows": 3},
             }
         )
@@ -117,7 +121,12 @@ class Beside(Run):
             listener=self.listener,
             failures=self.listener,
             total_steps=9,
+            tell=self.tell,
         )
+
+    async def tell(self, accuracies: Mapping[str, float]) -> list[str]:
+        self.told.append(dict(accuracies))
+        return ["hard"]
 
     def done(self, step: int, result: dict[str, float], rows: list[dict[str, Any]]) -> None:
         self.results.append((step, result))
@@ -131,6 +140,20 @@ async def nobody_waits() -> None:
 
 
 pytestmark = pytest.mark.timeout(60)
+
+
+async def test_the_queue_is_told_the_accuracies_that_tasks_wait_for() -> None:
+    for tasks, told in (({}, []), ({"a": {}, "b": {"after": {"a": 0.5}}}, [{"a": 1.0}])):
+        run = Beside(engines=1, **tasks)
+        await run.coordinator.start(0)
+        run.members[0].outcome = replace(RIGHT, task="a")
+        run.members[0].answering.set()
+        await run.evaluations.everywhere(4, step=0, alone=nobody_waits)
+        assert run.told == told
+        assert ("task hard is posed from now on" in run.notes) == bool(told)
+        await run.begin()
+        await run.evaluations.finish()
+        assert run.told == 2 * told
 
 
 async def test_one_engine_answers_while_publications_go_on() -> None:

@@ -25,6 +25,8 @@ from async_grpo.errors import NoSignal, SetupError, StalenessError
 from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.admission import MAX_FAILED_GROUPS
+from async_grpo.replay.events import Rate
+from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.metrics import batch_metrics
 from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
@@ -935,6 +937,27 @@ async def test_problems_are_posed_by_the_pass_rates_of_trained_and_rejected_grou
     assert (await queue.counts())["skipped"] == 1
 
 
+async def test_a_bandit_poses_problems_as_often_as_those_like_them_gave_mixed_groups() -> None:
+    rule = DifficultyRule("bandit", target=0.0, width=0.1, explore=1e-9, seed=3)
+    queue = ReplayQueue(queue_settings(total_steps=50, difficulty=rule, problem=lambda _: 0))
+    ledger = queue.ledger
+    for rate in (0.9, 0.95, 0.975, 0.9875):  # groups: 0.9 at first, then all right
+        queue.record(Rate(0, rate))
+    assert ledger.mixed == {4: pytest.approx(0.95**3)}
+    queue.record(Rate(0, (0.9875 + 0.5) / 2))  # half right
+    assert ledger.mixed[4] == pytest.approx(0.95**4 + 0.05)
+    queue.record(Rate(0, 0.7437 / 2))  # all wrong, from the fourth fifth
+    assert ledger.mixed[3] == pytest.approx(0.95)
+    again = Ledger.from_snapshot(json.loads(json.dumps(ledger.snapshot())))
+    assert again.mixed == ledger.mixed
+    for mixed, chance in ((1.0, 1.0), (0.3, 0.3), (0.0, 0.0)):
+        assert sum(rule.poses(n, 0.9, mixed) for n in range(4000)) / 4000 == pytest.approx(
+            chance, abs=0.03
+        )
+    ledger.mixed[1] = 0.0
+    assert queue._pass_rates.skips(7), "its rate is in the second fifth"
+
+
 async def test_a_run_may_begin_with_the_pass_rates_of_another() -> None:
     settings_ = queue_settings(
         rollout_batch_size=2,
@@ -961,9 +984,9 @@ def test_the_chance_of_a_problem_is_that_of_its_rate_and_always_the_same() -> No
         (window, 0.75, 1.0),
         (window, 0.8, 0.1),
     ):
-        posed = [rule.poses(group_id, rate) for group_id in range(4000)]
+        posed = [rule.poses(group_id, rate, 0.0) for group_id in range(4000)]
         assert sum(posed) / 4000 == pytest.approx(chance, abs=0.03)
-        assert posed == [rule.poses(group_id, rate) for group_id in range(4000)]
+        assert posed == [rule.poses(group_id, rate, 1.0) for group_id in range(4000)]
 
 
 def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:

@@ -92,7 +92,8 @@ async def test_a_run_of_before_goes_on_from_every_checkpoint(name: str, tmp_path
         journal = journal_in(directory, start["start"], lost_steps=start["lost_steps"])
         queue = open_queue(settings, journal, snapshot=snapshot, clock=Clock())
         expected = start["expected"]
-        expected["ledger"] |= {"owed": {}, "rates": []}  # of tasks and difficulty: both new
+        # of tasks and difficulty, which are newer
+        expected["ledger"] |= {"owed": {}, "rates": [], "mixed": [], "accuracies": {}}
         assert await taken_over(queue, start["step"]) == expected, index
         resumed += queue.rolls_to is not None or queue.ledger.run_epoch > 0
     assert resumed > 3

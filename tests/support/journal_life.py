@@ -147,7 +147,8 @@ class Life:
                 self.settings, retire_at=1.0, problem=problem_of_id, problems=PROBLEMS
             )
         elif rng.random() < 0.5:
-            rule = DifficultyRule("window", target=0.0, width=0.4, explore=0.5, seed=seed)
+            choose = rng.choice(["window", "bandit"])
+            rule = DifficultyRule(choose, target=0.0, width=0.4, explore=0.5, seed=seed)
             self.settings = replace(
                 self.settings, difficulty=rule, problem=problem_of_id, problems=PROBLEMS
             )

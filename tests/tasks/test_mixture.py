@@ -16,6 +16,8 @@ from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.replay.ledger import Ledger
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout.posed import PosedTask
 from async_grpo.run.planning import shaping
@@ -227,6 +229,9 @@ def test_verifiers_that_did_not_start_are_made_anew() -> None:
 
 RETIRES = {"enable": True, "retire_at": 0.9}
 RESTING = {"a": {"weight": [[0, 1.0], [9, 0.0]]}, "b": {}}
+LATER = {"a": {}, "b": {"after": {"a": 0.8}}}
+EVALUATED = {"evaluation": {"every_steps": 5}}
+IN_TURN = {"a": {}, "b": {"after": {"c": 0.5}}, "c": {"after": {"a": 0.1, "b": 0.5}}}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +250,10 @@ RESTING = {"a": {"weight": [[0, 1.0], [9, 0.0]]}, "b": {}}
         ({"a": {}}, {"replay": {"filter_groups": RETIRES}}, "cannot have their shares"),
         ({"a": {}}, {"replay": {"difficulty": {"choose": "window"}}}, "cannot have the shares"),
         (RESTING, {"replay": {"quota": "trained"}}, "no weight of `tasks` can be 0"),
+        (LATER, {}, r"`tasks\.NAME\.after` needs evaluations: set `evaluation\.every_steps`"),
+        (LATER, {**EVALUATED, "replay": {"quota": "trained"}}, "`replay.quota` cannot be trained"),
+        ({"b": {"after": {"d": 0.1}}}, EVALUATED, r"`tasks\.b\.after` names d, and `tasks` has"),
+        (IN_TURN, EVALUATED, r"`tasks\.b\.after` waits for tasks that wait for it"),
         (
             {"a": {"filter_groups": {"accuracy_high": 0.9}}},
             {},
@@ -309,14 +318,8 @@ def test_groups_have_size_length_and_reward_names_of_their_task() -> None:
     assert asked == [(2, 5), (4, 8)]
 
 
-def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
-    strict = {"enable": True, "accuracy_low": 0.5, "metric": "correct"}
-    run = config(
-        {"a": {"group_size": 2, "filter_groups": strict}, "b": {"weight": 3}},
-        rollout={"group_size": 4},
-    )
-    order = ProblemOrder.of(run, load_tasks(run))
-    settings = QueueSettings.of(
+def settings_of(run: Config, order: ProblemOrder) -> QueueSettings:
+    return QueueSettings.of(
         run,
         shaping=shaping(run, {}),
         total_steps=2,
@@ -326,6 +329,16 @@ def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
         task_of=order.task,
         pass_rates={},
     )
+
+
+def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
+    strict = {"enable": True, "accuracy_low": 0.5, "metric": "correct"}
+    run = config(
+        {"a": {"group_size": 2, "filter_groups": strict}, "b": {"weight": 3}},
+        rollout={"group_size": 4},
+    )
+    order = ProblemOrder.of(run, load_tasks(run))
+    settings = settings_of(run, order)
     assert pickle.loads(pickle.dumps(settings)).rule_of(0) == settings.rule_of(0)
     for group_id in range(8):
         rule = settings.rule_of(group_id)
@@ -334,6 +347,32 @@ def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
             assert (rule.filter.accuracy_low, rule.filter.metric) == (0.5, "a.correct")
         else:
             assert (rule.group_size, rule.filter) == (4, None)
+
+
+def test_a_task_is_posed_once_others_are_mastered() -> None:
+    tasks = {"a": {"weight": 2.0}, "b": {"after": {"a": 0.8}}, "c": {"after": {"a": 0.2, "b": 0.5}}}
+    run = config(tasks, rollout={"rollout_batch_size": 8}, **EVALUATED)
+    order = ProblemOrder.of(run, load_tasks(run))
+    queue = ReplayQueue(settings_of(run, order))
+
+    async def issued(count: int) -> Counter[str]:
+        tickets = await queue.acquire("actor", 0, holding, count) or []
+        new = [one for one in tickets if one.group_id not in dict(holding)]
+        holding.extend((one.group_id, one.attempt) for one in new)
+        return Counter(order.task(one.group_id) for one in new)
+
+    async def scenario() -> None:
+        assert await issued(4) == {"a": 4}
+        assert await queue.evaluated({"a": 0.5, "b": 0.9}) == []
+        assert await issued(1) == {"a": 1}
+        assert await queue.evaluated({"a": 0.85, "b": 0.1}) == ["b", "c"], "the best counts"
+        assert await queue.evaluated({"a": 0.1}) == [], "it is not taken back"
+        assert await issued(8) == {"a": 4, "b": 2, "c": 2}, "the shares as ever"
+        again = Ledger.from_snapshot(json.loads(json.dumps(queue.ledger.snapshot())))
+        assert again.accuracies == {"a": 0.85, "b": 0.9}
+
+    holding: list[tuple[int, int]] = []
+    asyncio.run(scenario())
 
 
 def test_a_teacher_teaches_the_task_that_names_it() -> None:

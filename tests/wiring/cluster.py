@@ -296,6 +296,7 @@ async def _evaluated(config: Config) -> list[Any]:
         listener=RecordingListener(),
         failures=RecordingListener(),
         total_steps=6,
+        tell=_nothing,
     )
     with recorded_waits() as waits:
         found, _ = await evaluations.everywhere(1, step=0, alone=_nothing)

@@ -225,6 +225,13 @@ PLOTS = (
         "",
     ),
     Plot(
+        "pass_rates",
+        "Problems by their pass rate",
+        "How many problems were answered right how often, so far. Problems at both ends teach "
+        "little; replay.difficulty poses them less often.",
+        "",
+    ),
+    Plot(
         "throughput",
         "Throughput and step time",
         "Above, trained response tokens per second. Below, the seconds of a learner step, and of "

@@ -184,20 +184,31 @@ def throughput(data: RunData) -> Figure | None:
 def lag_histogram(data: RunData) -> Figure | None:
     """Draw the share of the trained tokens by lag, over the steps."""
     buckets = data.buckets("token_share")
-    names = [f"train/staleness_{bucket}/token_share" for bucket in buckets]
-    rows = [row for row in data.rows if any(name in row.values for name in names)]
+    names = {f"staleness {one}": f"train/staleness_{one}/token_share" for one in buckets}
+    figure = _stacked(data, names, list(map(lag_colour, buckets)), "share of trained tokens")
+    if figure is not None:
+        figure.axes[0].set_ylim(0, 1)
+    return figure
+
+
+def pass_rates(data: RunData) -> Figure | None:
+    """Draw how many problems have which pass rate, over the steps (`replay.difficulty`)."""
+    names = {f"{20 * n} to {20 * n + 20} %": f"replay/pass_rate/{n}" for n in range(5)}
+    return _stacked(data, names, [RED, ORANGE, "#c79a1b", "#9cc46b", GREEN], "problems")
+
+
+def _stacked(data: RunData, names: dict[str, str], colours: list[str], what: str) -> Figure | None:
+    rows = [row for row in data.rows if any(name in row.values for name in names.values())]
     if not rows:
         return None
     figure, [axis] = _figure(1)
-    shares = [smooth([row.values.get(name, 0.0) for row in rows]) for name in names]
+    layers = [smooth([row.values.get(name, 0.0) for row in rows]) for name in names.values()]
     steps = [row.step for row in rows]
     if len(steps) == 1:
-        steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
-    colours, labels = map(lag_colour, buckets), [f"staleness {bucket}" for bucket in buckets]
-    axis.stackplot(steps, shares, colors=list(colours), labels=labels, alpha=0.9)
-    axis.set_ylim(0, 1)
+        steps, layers = [steps[0], steps[0] + 1], [layer * 2 for layer in layers]
+    axis.stackplot(steps, layers, colors=colours, labels=list(names), alpha=0.9)
     axis.set_xlim(steps[0], steps[-1])
-    axis.set_ylabel("share of trained tokens")
+    axis.set_ylabel(what)
     _legend_above(axis)
     return figure
 

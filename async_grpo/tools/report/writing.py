@@ -39,6 +39,7 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
         "learning": partial(plots.learning, data),
         "rewards": partial(plots.rewards, data),
         "episodes": partial(plots.episodes, data),
+        "pass_rates": partial(plots.pass_rates, data),
         "throughput": partial(plots.throughput, data),
         "staleness": partial(plots.lag_histogram, data),
         "length_by_staleness": partial(plots.length_by_lag, data),

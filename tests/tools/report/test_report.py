@@ -378,18 +378,20 @@ def test_means_and_colours() -> None:
     )
 
 
-def test_episodes_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
+def test_episodes_and_pass_rates_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     text = (run / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     for line in lines:
         line |= {"rollout/turns": 2.5, "rollout/turns_max": 4.0, "rollout/sampled_share": 0.6}
         line |= {"rollout/ended/env_done": 0.9, "rollout/ended/length": 0.1}
+        line |= {f"replay/pass_rate/{fifth}": 3.0 for fifth in range(5)}
     write(run / "metrics.jsonl", lines)
     assert verbs.report([str(run)]) == 0
     page = Page((run / "report" / "report.html").read_text(encoding="utf-8"))
-    assert list(page.sections) == [*SECTIONS[:2], "episodes", *SECTIONS[2:]]
-    assert "svg" in page.tags["episodes"] and (run / "report" / "episodes.png").stat().st_size
+    assert list(page.sections) == [*SECTIONS[:2], "episodes", "pass_rates", *SECTIONS[2:]]
+    for name in ("episodes", "pass_rates"):
+        assert "svg" in page.tags[name] and (run / "report" / f"{name}.png").stat().st_size
 
 
 def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> None:
