@@ -4,8 +4,10 @@
     model     the quickstart's, after a part of its training
     problems  what it says to others tells which are solved (all of 8 responses right) and which are
               not (1 to 4 right): training has as many of both, held out are others not solved
+    rates     of these problems, by one pass of that model over them without learning
     runs      five seeds of each arm, in an order that alternates: every problem in turn, and
-              `replay.difficulty.choose` window and gaussian, everything else by default
+              `replay.difficulty.choose` window, gaussian and bandit, everything else by default;
+              *measured* is window that begins with those rates
 
 Compared are the response tokens trained until the accuracy that posing all reaches in the mean of
 its last three evaluations, of the same seed. Nothing is tuned. One row per run is appended to the
@@ -40,11 +42,12 @@ from benchmarks.harness import (
     write_docs,
 )
 
-ARMS, SEEDS = ("all", "window", "gaussian"), 5
+ARMS, SEEDS = ("all", "window", "gaussian", "bandit", "measured"), 5
 BEFORE, MEASURED, STEPS = 80, 80, 75
 """Steps of the model, of the measurement and of a run."""
 SOLVED, UNSOLVED, HELD_OUT = 100, 100, 200
 AIM = 0.7
+STILL = "learner.lr=1e-12"
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 SAME = ("model.warm_start=null", "rollout.rollout_batch_size=16", "learner.lr=1e-4")
 
@@ -75,7 +78,7 @@ def prepare(folder: Path) -> tuple[str, ...]:
         f"model.path={model}",
         f"run.total_steps={MEASURED}",
         "seed=51",
-        "learner.lr=1e-12",
+        STILL,
         "checkpoint={every_steps: 20, keep: 10}",  # else the journal's beginning goes
         "evaluation.every_steps=0",
     )
@@ -97,7 +100,17 @@ def prepare(folder: Path) -> tuple[str, ...]:
         rows = [{"prompt": one, "answer": answer(one)} for one in prompts]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = f"{{name: jsonl, train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}"
-    return (f"model.path={model}", f"task={data}")
+    prepared = (f"model.path={model}", f"task={data}")
+    train(
+        folder / "rates",
+        *SAME,
+        *prepared,
+        STILL,
+        f"run.total_steps={-(-(SOLVED + UNSOLVED) // 16)}",
+        "evaluation.every_steps=0",
+        "replay.difficulty={choose: window, width: 1.0}",  # which is all
+    )
+    return prepared
 
 
 def answer(prompt: str) -> str:
@@ -115,7 +128,11 @@ def run(arm: str, seed: int, directory: Path, prepared: Sequence[str]) -> dict[s
         f"seed={seed}",
         f"run.total_steps={STEPS}",
         "evaluation.every_steps=5",
-        f"replay.difficulty.choose={arm}",
+        *(
+            [f"replay.difficulty={{choose: window, rates_from: {directory.parent}/rates}}"]
+            if arm == "measured"
+            else [f"replay.difficulty.choose={arm}"]
+        ),
     )
     lines = json_lines(directory / "metrics.jsonl")
     tokens, points = 0.0, []

@@ -23,6 +23,7 @@ from async_grpo.cluster.remote_engine import RemoteEngine, RolloutProcess
 from async_grpo.cluster.session import RaySession, settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
+from async_grpo.tasks.mixture import ProblemOrder
 from async_grpo.weights.transport import UNPUBLISHED
 
 CLOSE_TIMEOUT_S = 5.0
@@ -31,7 +32,8 @@ CLOSE_TIMEOUT_S = 5.0
 @dataclass(frozen=True)
 class ActorSpec:
     """What rollout actors start with. queue: Ray actor. frozen: those of the frozen models.
-    partials: `PartialCollector.path`. env_vars: `task.env_vars` with their values.
+    partials: `PartialCollector.path`. env_vars: `task.env_vars` with their values. order: problems
+    by group, as the run has them.
     """
 
     queue: Any
@@ -41,6 +43,7 @@ class ActorSpec:
     partials: str | None = None
     frozen: Mapping[str, Any] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
+    order: ProblemOrder | None = None
 
 
 @dataclass(eq=False)
@@ -196,6 +199,7 @@ class EngineSlots:
             actors=len(self),
             frozen=spec.frozen,
             env_vars=spec.env_vars,
+            order=spec.order,
         )
         slot.engine = self._running[actor_id] = RemoteEngine(
             actor_id,

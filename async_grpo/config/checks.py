@@ -103,6 +103,8 @@ def _run(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     """Find what one of several tasks cannot have for itself."""
     rollout, common = config.rollout, config.replay.filter_groups
+    if config.task.streaming and config.task.train is None and not config.tasks:
+        yield "`task.streaming` is set, and `task.train` is not: leave it out."
     for name, one in config.tasks.items():
         key, steps = f"tasks.{name}", [pair[0] for pair in one.weights if len(pair) == 2]
         if (

@@ -264,7 +264,7 @@ class TaskConfig(Section):
     """Rows are in the layout of this system, for the task `jsonl`."""
     streaming: bool = False
     """Read training rows when they are posed, for data that do not fit in memory: JSON lines,
-    parquet and Arrow. A sample of 1,000 is checked before the start.
+    parquet and Arrow. At most 1,000 are checked before the start.
     """
     columns: dict[str, str] = Field({})
     """Where a row has what the task wants: its key by the task's, as `{answer: final}`; a dot goes

@@ -28,7 +28,7 @@ from typing import Any
 
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
-from async_grpo.errors import VerifierFailed
+from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
@@ -96,10 +96,12 @@ class GroupProducer(EngineHost):
         actors: int = 1,
         frozen: Mapping[str, Any] | None = None,
         env_vars: Mapping[str, str] | None = None,
+        order: ProblemOrder | None = None,
     ) -> None:
         """Take the actor's settings. partials: file with partial responses, for tickets that
         continue them. actors: how many there are, about. frozen: models by name (`rollout.frozen`).
-        env_vars: `task.env_vars` with their values.
+        env_vars: `task.env_vars` with their values. order: the run's, with which that of the data
+        here is compared.
         """
         take(env_vars or {})
         super().__init__(
@@ -110,6 +112,7 @@ class GroupProducer(EngineHost):
             cores=cores,
             threads=threads,
         )
+        self._expected = order
         self._heartbeat_s = max(HEARTBEAT_S, actors / HEARTBEATS_PER_S)
         self._queue = queue
         self._partials = None if partials is None else PartialFile.at(Path(partials))
@@ -209,8 +212,15 @@ class GroupProducer(EngineHost):
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
     def _task(self) -> tuple[Problems, Problem]:
-        """Load what is posed with its training data, and the first problem."""
-        task = load_tasks(self._config)
+        """Load what is posed with its training data, and the first problem. Raises SetupError for
+        other data than the run's.
+        """
+        task, expected = load_tasks(self._config), self._expected
+        if expected is not None and ProblemOrder.of(self._config, task).parts != expected.parts:
+            raise SetupError(
+                f"the training data of {self._config.task_names} are not here what they were at "
+                "the start: every node needs the same files, and they must not change during a run"
+            )
         return task, task.train(0)
 
     @cached_property

@@ -195,6 +195,7 @@ class System:
                 partials=self._partials.path,
                 frozen=self.frozen.handles | self.frozen.addresses,
                 env_vars=variables(config.env_vars, "task.env_vars"),
+                order=facts.order,
             ),
             relays=self._relays,
         )

@@ -2,7 +2,8 @@
 
 Runs in: the driver and the rollout actors. Hides what is wrong with some rows, and whether all are
 in memory. Invariants: malformed rows are left out up to `task.max_bad_fraction`, above that they
-are an error that names them; a held-out problem is never trained, nor one with its prompt.
+are an error that names them (of streamed rows, those of a sample count); no problem that is held
+out is trained, nor another with its prompt.
 """
 
 from __future__ import annotations
@@ -103,16 +104,16 @@ class RowTask(ABC):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the class, its options and all training problems; where these are streamed, of
-        all that they are made of.
+        all that they are made of, and of some.
         """
         digest = blake2b(digest_size=16)
         named = (type(self).__qualname__, sorted(self._settings.options.items()))
         digest.update(repr(named).encode())
-        if isinstance(self._train, _Streamed):
-            digest.update(repr(sorted(self._columns.items())).encode())
-            digest.update(self._train.digest)
-            return digest.hexdigest()
-        for problem in self._train:
+        problems = self._train
+        if isinstance(problems, _Streamed):
+            digest.update(repr(sorted(self._columns.items())).encode() + problems.digest)
+            problems = problems.sample
+        for problem in problems:
             digest.update(msgpack.packb([problem.prompt, problem.reference, problem.solution]))
         return digest.hexdigest()
 
@@ -121,7 +122,7 @@ class RowTask(ABC):
 
     def train(self, index: int) -> Problem:
         """Training problem `index`; see `Task.train`."""
-        if index < 0:
+        if not 0 <= index < len(self):
             raise IndexError(f"problem {index}")
         return self._train[index]
 
@@ -136,8 +137,9 @@ class RowTask(ABC):
         source, held_out = self._source, frozenset(map(_prompt_key, self._held_out))
         rows = open_rows(source, split="train")
         step = max(1, -(-len(rows) // SAMPLE))
-        self._problems(f"a sample of {source}", (rows[n] for n in range(0, len(rows), step)))
-        return _Streamed(source, rows, self._problem, held_out)
+        sample = (rows[n] for n in range(0, len(rows), step))
+        problems = self._problems(f"a sample of {source}", sample)
+        return _Streamed(source, rows, self._problem, held_out, problems)
 
     @cached_property
     def _loaded(self) -> list[Problem]:
@@ -230,29 +232,46 @@ class _Streamed:
         rows: Rows,
         problem: Callable[[dict[str, Any] | BadRow], Problem],
         held_out: frozenset[bytes],
+        sample: list[Problem],
     ) -> None:
         """held_out: keys of prompts."""
         self._source, self._rows = source, rows
         self._problem, self._held_out = problem, held_out
+        self.sample = sample
         self.digest = blake2b(b"".join([rows.digest, *sorted(held_out)]), digest_size=16).digest()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Problem:
-        tried = min(SAMPLE, len(self))
+        tried, malformed = min(SAMPLE, len(self)), 0
         for number in range(index, index + tried):
             place, row = self._rows[number % len(self)]
             try:
-                problem = self._problem(row)
+                problem, key = self._posed(row)
             except BadRow as error:
-                log.warning("%s, %s is malformed and left out: %s", self._source, place, error)
+                malformed += 1
+                log.warning("%s, %s is left out: %s", self._source, place, error)
                 continue
-            if _prompt_key(problem) not in self._held_out:
+            if key not in self._held_out:
                 return problem
         raise RowsRefused(
-            f"{self._source}: none of {tried:,} rows from number {index} on can be trained"
+            f"{self._source}: of {tried:,} rows from number {index:,} on {malformed:,} are "
+            f"malformed, and {tried - malformed:,} have the prompt of a held-out problem: mend "
+            "them, or name held-out data in task.eval"
         )
+
+    def _posed(self, row: dict[str, Any] | BadRow) -> tuple[Problem, bytes]:
+        """Return problem and key of its prompt. Raises BadRow, also where a class of the user's
+        fails: one row among millions must not end a run.
+        """
+        try:
+            problem = self._problem(row)
+            return problem, _prompt_key(problem)
+        except BadRow:
+            raise
+        except Exception as error:
+            raise BadRow(f"{type(error).__name__}: {error}") from error
 
 
 def _examples(bad: dict[str, list[str]]) -> str:

@@ -1,27 +1,26 @@
 """Rows by their number, for data that do not fit in memory (`task.streaming`).
 
-    file of JSON lines       --where its lines begin-->                              row n
-    one that is compressed, a table, or at an address --a plain copy in CACHE-->     row n
-    data set of `datasets`, which has its own files-->                               row n
+    at an address ----- a copy in CACHE -->  file
+    file of JSON lines  -- where its lines begin -->                                    row n
+    compressed or table -- a plain copy in CACHE, by the digest of the file -->         row n
+    data set of `datasets`, which maps files of its own -->                             row n
 
 Runs in: the driver and the rollout actors. Hides where a row stands. Invariants: rows, their
-numbers and the digest are functions of the content; a file that changes while in use gives none.
+numbers and the digest are functions of the content; no row comes from a file that has changed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
-
-import numpy as np
 
 from async_grpo.tasks.base import RowsRefused, TaskError
 from async_grpo.tasks.sources import (
@@ -32,15 +31,15 @@ from async_grpo.tasks.sources import (
     batches,
     find,
     given,
+    naming,
     parsed,
     reading,
 )
 
 CACHE = "~/.cache/async_grpo/rows"
-"""Holds copies of files of which no row can be found by its number."""
+"""Holds copies of files; what is not in use may be deleted."""
 BLOCK = 1 << 24
-SHORTEST = 3
-"""Bytes of the shortest JSON object with the end of its line."""
+ROWS_AT_ONCE = 1_000
 
 
 class RowsPart(Protocol):
@@ -71,7 +70,7 @@ class Rows:
         """Return place and row of a number below `len(self)`."""
         index = bisect_right(self._ends, number)
         where, part = self._parts[index]
-        place, row = part[number - (0, *self._ends)[index]]
+        place, row = part[number - (self._ends[index - 1] if index else 0)]
         return f"{where}{place}", row
 
 
@@ -84,44 +83,66 @@ def open_rows(source: str, *, split: str) -> Rows:
         return Rows([("", _Saved(found))])
     parts = []
     for file in found:
-        with reading(file):
+        with naming(file):
             state = file.state()
         where = f"{Path(file.name).name} " if len(found) > 1 else ""
         parts.append((where, _part(file, state)))
     return Rows(parts)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _part(file: File, state: str) -> RowsPart:
-    with reading(file) as opened:
+    """Index a file, once while it stays as it is."""
+    local = file.here(_fetched(file, state)) if file.path is None else file
+    with reading(local) as opened:
         if opened.format in ("array", "csv"):
             raise RowsRefused(
                 "task.streaming needs JSON lines, parquet or Arrow, not a JSON array or CSV: "
                 "convert it, or leave task.streaming out"
             )
-        is_text, path = opened.format == "lines", file.path
-        if path is None or not opened.plain or not is_text:
-            key = blake2b(f"{file.name}\0{state}".encode(), digest_size=16).hexdigest()
-            path = _copy(opened, key)
-        return _Lines(file.name, path) if is_text else _Table(path)
+        assert local.path is not None, "it is here"
+        if opened.format == "lines" and opened.plain:
+            return _Lines(file.name, local.path)
+        digest = _digest_of(local.path)
+        if opened.format == "lines":
+            write = partial(shutil.copyfileobj, opened.stream, length=BLOCK)
+            return _Lines(file.name, _copied(file, digest.hex(), write))
+        return _Table(_copied(file, digest.hex(), partial(_write_table, opened)), digest)
 
 
-def _copy(opened: Opened, name: str) -> Path:
-    """Return a plain copy, which another process may have made."""
+def _fetched(file: File, state: str) -> Path:
+    name = blake2b(f"{file.name}\0{state}".encode(), digest_size=16).hexdigest()
+
+    def write(out: BinaryIO) -> None:
+        with file.open() as stream:
+            shutil.copyfileobj(stream, out, BLOCK)
+
+    with naming(file):
+        return _copied(file, name, write)
+
+
+def _copied(file: File, name: str, write: Callable[[BinaryIO], object]) -> Path:
+    """Return the whole copy of this name, which one process makes while others wait for it."""
     path = Path(CACHE).expanduser() / name
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
+    draft = path.with_suffix(".draft")
     try:
-        with open(descriptor, "wb") as out:
-            if opened.format == "lines":
-                shutil.copyfileobj(opened.stream, out, BLOCK)
-            else:
-                _write_table(opened, out)
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise TaskError(
+            f"{file.name} cannot be copied to {path.parent}: {error.strerror}"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            try:
+                with draft.open("wb") as out:
+                    write(out)
+                    out.flush()
+                    os.fsync(out.fileno())
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
     return path
 
 
@@ -137,55 +158,72 @@ def _write_table(opened: Opened, out: BinaryIO) -> None:
 
 
 class _Lines:
-    """A file of JSON lines, held open."""
+    """A file of JSON lines without the blank ones."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self._name, self._file = name, path.open("rb")
-        self._state = self._stat()
-        digest, bounds, passed = blake2b(digest_size=16), [np.zeros(1, np.int64)], 0
-        while block := self._file.read(BLOCK):
-            digest.update(block)
-            bounds.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + passed + 1)
-            passed += len(block)
+        import numpy as np
+
+        self._name, self._path = name, path
+        digest, begins, firsts = blake2b(digest_size=16), [], []
+        passed, at_begin = 0, True
+        with path.open("rb") as file:
+            self._state = _state(file)
+            while block := file.read(BLOCK):
+                digest.update(block)
+                letters = np.frombuffer(block, np.uint8)
+                found = np.flatnonzero(letters == ord("\n")) + 1
+                at_end = bool(len(found)) and found[-1] == len(block)
+                found = np.concatenate([[0] if at_begin else [], found[:-1] if at_end else found])
+                found = found.astype(np.int64)
+                begins.append(found + passed)
+                firsts.append(letters[found])
+                passed, at_begin = passed + len(block), at_end
         self.digest = digest.digest()
-        self._bounds = np.concatenate([*bounds, [passed]])
-        self._lines = np.flatnonzero(np.diff(self._bounds) >= SHORTEST)
+        self._bounds = np.concatenate([*begins, np.array([passed])]).astype(np.int64)
+        first = np.concatenate([*firsts, np.zeros(0, np.uint8)])
+        filled = first > ord(" ")
+        for line in np.flatnonzero(~filled):
+            filled[line] = bool(self._raw(int(line)).strip())
+        self._lines = np.flatnonzero(filled)
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, number: int) -> Placed:
         line = int(self._lines[number])
-        begin, end = map(int, self._bounds[line : line + 2])
-        raw = os.pread(self._file.fileno(), end - begin, begin)
-        if self._stat() != self._state:
-            raise TaskError(f"{self._name} has changed while it was in use: start the run again")
-        return f"line {line + 1}", parsed(raw)
+        return f"line {line + 1}", parsed(self._raw(line))
 
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
+    def _raw(self, line: int) -> bytes:
+        begin, end = map(int, self._bounds[line : line + 2])
+        with self._path.open("rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), end - begin, begin)
+            if _state(file) != self._state:
+                raise TaskError(f"{self._name} has changed while it was in use")
+        return raw
+
+
+def _state(file: Any) -> tuple[int, int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class _Table:
-    """Record batches of a file in Arrow's stream format, which is mapped into memory."""
+    """Record batches of a copy in Arrow's stream format, which is mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, digest: bytes) -> None:
         import pyarrow
 
-        self._batches = []
+        self._batches, self.digest = [], digest
         if path.stat().st_size:
             self._batches = list(pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))))
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
-        with path.open("rb") as file:
-            self.digest = _digest(iter(partial(file.read, BLOCK), b""))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, number: int) -> Placed:
         index = bisect_right(self._ends, number)
-        place = number - (0, *self._ends)[index]
+        place = number - (self._ends[index - 1] if index else 0)
         [row] = self._batches[index].slice(place, 1).to_pylist()
         return f"row {number}", given(row)
 
@@ -195,7 +233,9 @@ class _Saved:
 
     def __init__(self, found: DataSet) -> None:
         self._rows = found.load()
-        self.digest = _digest(batch.serialize() for batch in self._rows.data.to_batches())
+        tables = self._rows.with_format("arrow").iter(ROWS_AT_ONCE)  # however they are stored
+        blocks = (table.combine_chunks().to_batches()[0].serialize() for table in tables)
+        self.digest = _digest([str(self._rows.features).encode()], blocks)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -204,8 +244,13 @@ class _Saved:
         return f"row {number}", given(self._rows[number])
 
 
-def _digest(blocks: Iterable[Any]) -> bytes:
+def _digest_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return _digest(iter(partial(file.read, BLOCK), b""))
+
+
+def _digest(*blocks: Iterable[Any]) -> bytes:
     digest = blake2b(digest_size=16)
-    for block in blocks:
+    for block in chain.from_iterable(blocks):
         digest.update(block)
     return digest.digest()

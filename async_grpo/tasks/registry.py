@@ -18,7 +18,6 @@ from typing import Any
 from async_grpo.config import schema
 from async_grpo.runtime.variables import hide
 from async_grpo.tasks.base import Problems, Task, TaskError, scores_later
-from async_grpo.tasks.data import RowTask
 from async_grpo.tasks.verl import VerlReward, is_reward_function
 
 BUILT_IN = {
@@ -95,10 +94,6 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
         raise TaskError(
             f"{settings.name} is no task: it has no {', '.join(lacking)} "
             "(docs/how-to/data.md shows one)"
-        )
-    if settings.streaming and not isinstance(task, RowTask):
-        raise TaskError(
-            f"task.streaming is set, and task {settings.name} has no rows: leave it out"
         )
     return task
 

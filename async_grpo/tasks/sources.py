@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -51,6 +51,10 @@ class File:
     open: Callable[[], BinaryIO] = field(compare=False)
     state: Callable[[], str] = field(compare=False)
     path: Path | None = None
+
+    def here(self, path: Path) -> File:
+        """Return its copy on this machine, under its name."""
+        return replace(_local(path), name=self.name)
 
 
 class Opened(NamedTuple):
@@ -178,8 +182,11 @@ def _at_address(source: str) -> list[File]:
         raise TaskError(f"no file matches {source}")
 
     def file(path: str) -> File:
-        name = storage.unstrip_protocol(path)
-        return File(name, lambda: storage.open(path, "rb"), lambda: storage.ukey(path))
+        def state() -> str:
+            facts = storage.info(path).items()
+            return str(sorted((name, str(value)) for name, value in facts))
+
+        return File(storage.unstrip_protocol(path), lambda: storage.open(path, "rb"), state)
 
     return [file(str(one)) for one in found]
 
@@ -194,12 +201,16 @@ def _of_files(files: list[File]) -> Iterator[Placed]:
 
 @contextmanager
 def reading(file: File) -> Iterator[Opened]:
-    """Open a file inside the block. Raises TaskError for all that goes wrong there, with the file's
-    name.
-    """
+    """Open a file inside the block; see `naming`."""
+    with naming(file), file.open() as raw:
+        yield _opened(file.name, raw)
+
+
+@contextmanager
+def naming(file: File) -> Iterator[None]:
+    """Raise TaskError with the file's name for all that goes wrong inside the block."""
     try:
-        with file.open() as raw:
-            yield _opened(file.name, raw)
+        yield
     except RowsRefused as error:
         raise RowsRefused(f"{file.name}: {error}") from error
     except TaskError:

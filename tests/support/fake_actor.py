@@ -24,6 +24,7 @@ class StandIn:
         actors: int = 1,
         frozen: Any = None,
         env_vars: Any = None,
+        order: Any = None,
     ) -> None:
         self.actor_id, self._over, self._link = actor_id, asyncio.Event(), asyncio.Event()
         self._env_vars = env_vars

@@ -17,7 +17,7 @@ from async_grpo.config.stored import read_settings
 from async_grpo.errors import JournalError, SetupError
 from async_grpo.replay.history import Past, lineage, read
 from async_grpo.replay.resume import identity
-from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint
+from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint, has_past
 from async_grpo.run.preflight.model import check_journal, check_metric, look
 from async_grpo.runtime.text import first_line, listed
 from async_grpo.runtime.variables import variables
@@ -25,8 +25,8 @@ from async_grpo.tasks.base import Problems, TaskError, task_weights
 from async_grpo.tasks.mixture import ProblemOrder, load_tasks, naming, parts_of, reward_weights
 from async_grpo.tasks.registry import check_concurrency, held_out
 
-TEACHER_ROWS = 1_000_000
-"""Most rows that are asked for their teacher, spread evenly."""
+TEACHER_ROWS = 1_000
+"""Most rows of a task that streams them that are asked for their teacher, spread evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         if notes is None:  # once: a trainer is checked more than once
             notes = look(config, task)
         data = _data(config, task)
-        rates = _pass_rates(config, data)
     except (TaskError, ValueError) as error:
         raise SetupError(str(error)) from error
     except OSError as error:  # a name that no file can have, a disk that does not answer
         raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
     total_steps = _total_steps(config, len(task))
     found, _ = find_checkpoint(config, total_steps=total_steps, data=data)
+    rates = {} if found is not None or has_past(config) else _pass_rates(config, task)
     config = as_before(config, found)
     return Checked(
         config,
@@ -90,25 +90,25 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     )
 
 
-def _pass_rates(config: Config, data: str) -> dict[int, float]:
-    """Read what `replay.difficulty.rates_from` found. data: fingerprint of the training data.
-    Raises SetupError.
-    """
+def _pass_rates(config: Config, task: Problems) -> dict[int, float]:
+    """Read what `replay.difficulty.rates_from` found. Raises SetupError."""
     source = config.replay.difficulty.rates_from
     if source is None:
         return {}
-    key = f"`replay.difficulty.rates_from` is {source}"
+    run, key = Path(source).expanduser(), f"`replay.difficulty.rates_from` is {source}"
+    if not (settings := read_settings(run / "config.yaml")):
+        raise SetupError(f"{key}, which is no directory of a run")
     try:
-        other = Config.model_validate(read_settings(Path(source) / "config.yaml"))
-        [*_, last] = lineage(Path(source) / "journal")[0]
-    except (OSError, ValueError, JournalError) as error:
+        other = Config.model_validate(settings)
+        [*_, last] = lineage(run / "journal")[0]
+    except (ValueError, JournalError) as error:
         raise SetupError(f"{key}, of which no journal can be read: {first_line(error)}") from error
-    if last.segment.snapshot["identity"] != identity(other, data):
+    if other.replay.difficulty.choose == "all":
+        raise SetupError(f"{key}, which kept no pass rates: its `replay.difficulty.choose` is all")
+    if last.segment.snapshot["identity"] != identity(other, _data(other, task)):
         raise SetupError(f"{key}, a run on other data (or whose data have changed)")
     past = Past(last.segment.snapshot)
     read([last], past, damage="end")
-    if not past.ledger.rates:
-        raise SetupError(f"{key}, which kept no pass rates: its `replay.difficulty.choose` was all")
     return past.ledger.rates
 
 
@@ -119,8 +119,12 @@ def _data(config: Config, task: Problems) -> str:
     teachers = config.algorithm.distill.teachers
     if len(teachers) < 2:
         return task.fingerprint
-    step = -(-len(task) // TEACHER_ROWS)
-    named = [task.train(row).teacher for row in range(0, len(task), step)]
+    rows, begin = list[int](), 0
+    for own, one in parts_of(config, task):
+        step = -(-len(one) // TEACHER_ROWS) if own.task.streaming else 1
+        rows += range(begin, begin + len(one), step)
+        begin += len(one)
+    named = [task.train(row).teacher for row in rows]
     if others := sorted({*named} - {None, *teachers}, key=str):
         raise TaskError(
             f"rows name the teacher {listed([str(one) for one in others], 3)}, and "

@@ -34,7 +34,7 @@ _KEPT = re.compile(
     r"|time/(step|wait|train|weight_sync|learner_idle)"
     r"|(goodput|time/learner|time/engine)/[a-z_]+"
     r"|replay/(staleness_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts"
-    r"|forfeited|capacity|in_flight)"
+    r"|forfeited|capacity|in_flight|pass_rate/\d)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)"
     r"|weights/(syncs|repeated|dropped_engines|until_live_s)"
 )
