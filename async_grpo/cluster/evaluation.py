@@ -71,7 +71,8 @@ class Evaluations:
         """failures: told what ends the run. tell: told accuracies by task; which begin by that."""
         self._config, self._coordinator = config, coordinator
         self._actors, self._epochs = actors, epochs
-        self._listener, self._failures, self._tell_accuracies = listener, failures, tell
+        self._listener, self._failures = listener, failures
+        self._tell_accuracies = tell
         self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0

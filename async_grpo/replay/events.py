@@ -96,8 +96,8 @@ class Rate(NamedTuple):
     rate: float
 
 
-class Accuracy(NamedTuple):
-    """Held-out accuracy of a task of several."""
+class Evaluate(NamedTuple):
+    """A task of several has this held-out accuracy."""
 
     task: str
     value: float
@@ -172,7 +172,7 @@ Event = (
     | Forfeit
     | Retire
     | Rate
-    | Accuracy
+    | Evaluate
     | Owe
     | Refuse
     | Waste

@@ -190,7 +190,7 @@ class Ledger:
                     known = self.mixed.get(fifth, 1.0)
                     self.mixed[fifth] = known + (float(1e-6 < own < 1 - 1e-6) - known) / 20
                 self.rates[problem] = rate
-            case events.Accuracy(task, value):
+            case events.Evaluate(task, value):
                 self.accuracies[task] = max(value, self.accuracies.get(task, value))
             case events.Owe(task, number):
                 self.owed[task] += number

@@ -365,7 +365,7 @@ class ReplayQueue:
         """Take the held-out accuracies of tasks; the tasks that are posed from now on."""
         before = self._curriculum.closed
         for task, value in accuracies.items() if before else ():
-            self.record(events.Accuracy(task, value))
+            self.record(events.Evaluate(task, value))
         await self.commit()
         return [task for task in before if task not in self._curriculum.closed]
 

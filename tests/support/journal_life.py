@@ -147,7 +147,7 @@ class Life:
                 self.settings, retire_at=1.0, problem=problem_of_id, problems=PROBLEMS
             )
         elif rng.random() < 0.5:
-            choose = rng.choice(["window", "bandit"])
+            choose = "bandit" if seed % 2 else "window"
             rule = DifficultyRule(choose, target=0.0, width=0.4, explore=0.5, seed=seed)
             self.settings = replace(
                 self.settings, difficulty=rule, problem=problem_of_id, problems=PROBLEMS
