@@ -395,11 +395,11 @@ def resolve(
             changes[section] = {
                 name: str(here / path)
                 for name, path in given.items()
-                if path and (here / path).exists()
+                if path and _is_there(here / path)
             }
         tasks = {name: _absolute(one, here) for name, one in config.tasks.items()}
         other = config.evaluation.task
-        if other is not None and other.eval is not None and (here / other.eval).exists():
+        if other is not None and other.eval is not None and _is_there(here / other.eval):
             changes["evaluation"] = {
                 "task": other.model_copy(update={"eval": str(here / other.eval)})
             }
@@ -412,7 +412,7 @@ def resolve(
 
 def _absolute(task: MixedTask, here: Path) -> MixedTask:
     data = {"train": task.train, "eval": task.eval}
-    there = {key: str(here / path) for key, path in data.items() if path and (here / path).exists()}
+    there = {key: str(here / path) for key, path in data.items() if path and _is_there(here / path)}
     return task.model_copy(update=there)
 
 
@@ -530,18 +530,19 @@ def _check_run_dir(text: str, values: Mapping[str, str]) -> None:
         )
 
 
+def _is_there(path: str | Path) -> bool:
+    """Whether a file or directory has this name, or matches this pattern."""
+    return any(glob.iglob(str(path), recursive=True)) or os.path.exists(path)
+
+
 def _looks_local(text: str) -> bool:
     return text.startswith(("/", ".", "~"))
 
 
 def _check_data(key: str, data: str) -> None:
-    file, path = data.endswith((".jsonl", ".json")), os.path.expanduser(data)
-    if file and os.path.isdir(path):
-        raise ConfigError(
-            f"`{key}` is {show(data)}, which is a directory; allowed is a JSONL file, or a data "
-            "set's name."
-        )
-    if (file or _looks_local(data)) and not os.path.exists(path.partition(":")[0]):
+    local = data.endswith((".jsonl", ".json")) or _looks_local(data)
+    path = os.path.expanduser(data).partition(":")[0]
+    if local and "://" not in data and not _is_there(path):
         raise ConfigError(
             f"`{key}` is {show(data)}, and there is no such file (current directory: "
             f"{os.getcwd()})."
