@@ -938,6 +938,25 @@ def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path:
     assert inside.model.path == "model"
 
 
+def test_patterns_and_addresses_of_rows_are_accepted(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows-1.jsonl").write_text("{}\n")
+    here = Config.model_validate(
+        {
+            "run": {"total_steps": 1, "dir": str(tmp_path / "run")},
+            "model": {"path": "org/model"},
+            "task": {"name": "jsonl", "train": "rows-*.jsonl", "eval": "s3://bucket/rows.jsonl"},
+            "evaluation": {"task": {"name": "jsonl", "eval": "rows-?.jsonl"}},
+        }
+    )
+    config = resolve(here, now=NOW, cwd=tmp_path, environ={})
+    preflight_files(config)
+    assert config.task.train == f"{tmp_path}/rows-*.jsonl"
+    assert config.task.eval == "s3://bucket/rows.jsonl"
+    assert config.evaluation.task is not None
+    assert config.evaluation.task.eval == f"{tmp_path}/rows-?.jsonl"
+    assert "no such file" in refused(base, "task.train=rows-*.json", "task.name=jsonl")
+
+
 def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(base: Path) -> None:
     assert "File name too long" in refused(base, f"task.train={'a' * 300}", "task.name=gsm8k")
 

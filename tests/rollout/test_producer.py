@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Deadlines
-from async_grpo.errors import VerifierFailed
+from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.engine.base import EngineError, Sampling
 from async_grpo.rollout.engine.vllm.engine import CountedRequests, VllmEngine
 from async_grpo.rollout.producer import GroupProducer
 from async_grpo.tasks.base import Score
+from async_grpo.tasks.mixture import ProblemOrder, load_tasks
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import GroupTicket
 from tests.support.rollout_parts import Parts, actor_of
@@ -237,6 +239,18 @@ def test_the_more_actors_there_are_the_more_rarely_each_reports() -> None:
         return GroupProducer(config, actor_id="a", actors=actors, **place)._heartbeat_s
 
     assert [interval(actors) for actors in (1, 125, 1_000)] == [0.5, 0.5, 4.0]
+
+
+def test_other_training_data_than_the_runs_are_refused() -> None:
+    """On another node, or after a file has changed and the actor has started again."""
+    config = load_config("configs/quickstart.yaml")
+    order = ProblemOrder.of(config, load_tasks(config))
+    other = replace(order, parts=(("", "another", order.problems),))
+    place = {"queue": None, "model_dir": "m", "device": "cpu", "cores": ()}
+    task, _ = GroupProducer(config, actor_id="a", order=order, **place)._task()
+    assert len(task) == order.problems
+    with pytest.raises(SetupError, match="training data of arithmetic are not here what they were"):
+        GroupProducer(config, actor_id="a", order=other, **place)._task()
 
 
 def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
