@@ -842,6 +842,7 @@ def test_good_files_pass_and_nothing_is_made_of_the_run_directory(
         (["task.train={tmp}/none"], "`task.train` is .* no such file"),
         (["task.eval=none.jsonl"], "`task.eval` is .* no such file"),
         (["task.eval=none.json"], "`task.eval` is .* no such file"),
+        (["task.train=./none-*"], "`task.train` is .* no such file"),
         (["task.train=./none:default:train"], "`task.train` is .* no such file"),
         (["task.train={tmp}/folder.jsonl"], "`task.train` is .* is a directory"),
         (["checkpoint.resume={tmp}/none"], "`checkpoint.resume` is .* allowed is auto, never"),
@@ -938,7 +939,7 @@ def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path:
     assert inside.model.path == "model"
 
 
-def test_patterns_and_addresses_of_rows_are_accepted(base: Path, tmp_path: Path) -> None:
+def test_patterns_and_addresses_of_rows_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}\n")
     here = Config.model_validate(
         {
@@ -954,7 +955,6 @@ def test_patterns_and_addresses_of_rows_are_accepted(base: Path, tmp_path: Path)
     assert config.task.eval == "s3://bucket/rows.jsonl"
     assert config.evaluation.task is not None
     assert config.evaluation.task.eval == f"{tmp_path}/rows-?.jsonl"
-    assert "no such file" in refused(base, "task.train=rows-*.json", "task.name=jsonl")
 
 
 def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(base: Path) -> None:
