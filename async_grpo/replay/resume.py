@@ -389,6 +389,8 @@ def identity(config: Config, fingerprint: str) -> str:
 def _of_tasks(config: Config) -> dict[str, Any]:
     unlike = {*_NOT_OF_GROUPS, "filter_groups", "teacher", "after"}
     found = {name: one.model_dump(exclude=unlike) for name, one in config.tasks.items()}
+    if all(len(one.weights) == 1 for one in config.tasks.values()):
+        return found
     return found | {"groups of a step": config.rollout.rollout_batch_size}
 
 

@@ -12,6 +12,7 @@ numbers and the digest are functions of the content; no row comes from a file th
 from __future__ import annotations
 
 import fcntl
+import gzip
 import os
 import shutil
 from bisect import bisect_right
@@ -124,26 +125,30 @@ def _fetched(file: File, state: str) -> Path:
 def _copied(file: File, name: str, write: Callable[[BinaryIO], object]) -> Path:
     """Return the whole copy of this name, which one process makes while others wait for it."""
     path = Path(CACHE).expanduser() / name
-    draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _write(path, write)
     except OSError as error:
-        raise TaskError(
-            f"{file.name} cannot be copied to {path.parent}: {error.strerror}"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            try:
-                with draft.open("wb") as out:
-                    write(out)
-                    out.flush()
-                    os.fsync(out.fileno())
-                draft.replace(path)
-            finally:
-                draft.unlink(missing_ok=True)
+        if isinstance(error, gzip.BadGzipFile) or error.errno is None:
+            raise  # of the file that is read
+        where = f"{file.name} cannot be copied to {path.parent}"
+        raise TaskError(f"{where}: {error.strerror}") from error
     return path
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    draft = path.with_suffix(".draft")
+    try:
+        with draft.open("wb") as out:
+            write(out)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _write_table(opened: Opened, out: BinaryIO) -> None:
