@@ -1,5 +1,6 @@
 """Divides free slots among rollout actors, passes problems over that are answered right or too
-easy or hard, keeps the shares of tasks, and tells when a run has nothing left to learn from.
+easy or hard, keeps the shares of tasks, holds tasks back, and tells when a run has nothing left to
+learn from.
 
 Runs in: the replay queue's process. Hides the count of free slots, the memory of who asked, and how
 a group id becomes a problem; the set of retired problems is the ledger's. With

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 
 _TAIL_BYTES = 2**20
-_NOT_OF_GROUPS = {"verifier", "max_bad_fraction", "judges", "env_vars", "layout", "columns"} | {
-    "streaming"
+_NOT_OF_GROUPS = {
+    *("verifier", "max_bad_fraction", "judges", "env_vars", "layout", "columns", "streaming")
 }
 """Keys of the task on which a completed group does not depend, or that are digested apart."""
 

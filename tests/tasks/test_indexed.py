@@ -34,6 +34,7 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": f"p{n}, é", "answer": str(n), "meta": None if n % 3 else {"n": n}}
     for n in range(500)
 ]
+zipped = partial(gzip.compress, mtime=0)  # names of tests have it, in every worker the same
 LINES = "".join(json.dumps(row, ensure_ascii=n % 2 > 0) + "\n" for n, row in enumerate(ROWS))
 
 
@@ -73,7 +74,7 @@ def blank_lines(path: Path) -> None:
 
 
 def at_an_address(path: Path) -> None:
-    fsspec.filesystem("memory").pipe(f"/{path.name}", gzip.compress(LINES.encode()))
+    fsspec.filesystem("memory").pipe(f"/{path.name}", zipped(LINES.encode()))
 
 
 MADE: dict[str, Callable[[Path], Any]] = {
@@ -82,7 +83,7 @@ MADE: dict[str, Callable[[Path], Any]] = {
         b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n\r\n").encode().rstrip()
     ),
     "blank lines, and some of two letters": blank_lines,
-    "gzip": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "gzip": lambda path: path.write_bytes(zipped(LINES.encode())),
     "zstd": zstd,
     "parquet": lambda path: pq.write_table(table(), path, row_group_size=64),
     "parquet without rows": lambda path: pq.write_table(table().slice(0, 0), path),
@@ -132,7 +133,7 @@ def test_several_files_are_one_after_the_other_and_a_change_is_another_digest(
     [
         (json.dumps(ROWS).encode(), "needs JSON lines, parquet or Arrow, not a JSON array or CSV"),
         (b"prompt,answer\r\na,b\r\n", "needs JSON lines, parquet or Arrow"),
-        (gzip.compress(LINES.encode())[:-20], "rows cannot be read: Compressed file ended"),
+        (zipped(LINES.encode())[:-20], "rows cannot be read: Compressed file ended"),
         (b"PAR1 and then nothing", "rows cannot be read"),
         (b'{"prompt": "a"}\n' * 9, r"9 of 9 rows are malformed: line 1, .*no key 'answer'"),
         (b"", "has no training problem"),

@@ -22,6 +22,7 @@ from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout.posed import PosedTask
 from async_grpo.run.planning import shaping
 from async_grpo.run.preflight.model import look
+from async_grpo.run.preflight.run_check import check_run
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.mixture import (
     Mixture,
@@ -347,6 +348,14 @@ def test_the_queue_has_the_size_and_the_filter_of_each_task() -> None:
             assert (rule.filter.accuracy_low, rule.filter.metric) == (0.5, "a.correct")
         else:
             assert (rule.group_size, rule.filter) == (4, None)
+
+
+def test_a_task_that_others_wait_for_needs_held_out_problems(tmp_path: Path) -> None:
+    data = {"name": "jsonl", "train": rows(tmp_path / "a.jsonl", "a", 3)}
+    run = config({"a": data, "b": {"after": {"a": 0.5}}}, **EVALUATED)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"path": "hub/m"})})
+    with pytest.raises(SetupError, match=r"tasks\.a: `after` waits for its accuracy: it needs"):
+        check_run(run, notes=[])
 
 
 def test_a_task_is_posed_once_others_are_mastered() -> None:

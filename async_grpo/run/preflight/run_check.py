@@ -58,9 +58,12 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         variables(config.env_vars, "task.env_vars")
         task = load_tasks(config)
         check_concurrency(config, [one for _, one in parts_of(config, task)])
+        awaited = {name for one in config.tasks.values() for name in one.after}
         for own, one in parts_of(config, task):
             with naming(own):
                 check_metric(own, list(task_weights(own.task, one)))
+                if own.posed in awaited and not one.evaluation(1):
+                    raise TaskError("`after` waits for its accuracy: it needs held-out problems")
         check_journal(config)
         weights, order = reward_weights(config, task), ProblemOrder.of(config, task)
         evaluated = held_out(config, task)
