@@ -1,9 +1,10 @@
 """What is saved where problems are posed by their pass rates: `python -m benchmarks.difficulty
-[--rows benchmarks/results/difficulty.jsonl] [--docs docs/explanation/benchmarks.md]`.
+[tiny] [real] [--rows benchmarks/results/difficulty.jsonl] [--docs docs/explanation/benchmarks.md]`.
 
-    model     the quickstart's, after a part of its training
-    problems  what it says to others tells which are solved (all of 8 responses right) and which are
-              not (1 to 4 right): training has as many of both, held out are others not solved
+    tiny      the quickstart's model, after a part of its training. What it says to others tells
+              which problems are solved (all of 8 responses right) and which are not (1 to 4 right):
+              training has as many of both, held out are others not solved
+    real      SmolLM2-135M-Instruct: as many sums of one digit as of two, held out are others
     rates     of these problems, by one pass of that model over them without learning
     runs      five seeds of each arm, in an order that alternates: every problem in turn, and
               `replay.difficulty.choose` window, gaussian and bandit, everything else by default;
@@ -17,12 +18,15 @@ file, so that it can be stopped and started again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +40,57 @@ from benchmarks.harness import (
     machine,
     quiet,
     read_rows,
+    real_model,
     run_logged,
     spread,
     until,
     write_docs,
 )
 
-ARMS, SEEDS = ("all", "window", "gaussian", "bandit", "measured"), 5
-BEFORE, MEASURED, STEPS = 80, 80, 75
-"""Steps of the model, of the measurement and of a run."""
-SOLVED, UNSOLVED, HELD_OUT = 100, 100, 200
-AIM = 0.7
+SEEDS, AIM = 5, 0.7
 STILL = "learner.lr=1e-12"
-QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-SAME = ("model.warm_start=null", "rollout.rollout_batch_size=16", "learner.lr=1e-4")
+BEFORE, MEASURED = 80, 80
+"""Steps of the tiny model, and of the measurement that tells which problems it has solved."""
+SOLVED, UNSOLVED, HELD_OUT = 100, 100, 200
+ONE_DIGIT, TWO_DIGITS, REAL_HELD_OUT = 60, 60, 32
+"""Sums to train, and held out of both kinds."""
 
 
-def train(directory: Path, *settings: str) -> list[str]:
+@dataclass(frozen=True)
+class Workload:
+    """A recipe with what all runs have, their length, and what is compared. groups: of a step."""
+
+    recipe: str
+    same: tuple[str, ...]
+    groups: int
+    steps: int
+    every: int
+    arms: tuple[str, ...]
+
+
+WORKLOADS = {
+    "tiny": Workload(
+        "configs/quickstart.yaml",
+        ("model.warm_start=null", "rollout.rollout_batch_size=16", "learner.lr=1e-4"),
+        groups=16,
+        steps=75,
+        every=5,
+        arms=("all", "window", "gaussian", "bandit", "measured"),
+    ),
+    "real": Workload(
+        "examples/real_model/smollm2_sums.yaml",
+        ("learner.lr=2e-5",),
+        groups=8,
+        steps=16,
+        every=4,
+        arms=("all", "measured"),
+    ),
+}
+
+
+def train(workload: Workload, directory: Path, *settings: str) -> list[str]:
     """Train as a user would; the command."""
-    command = ["async_grpo.run", QUICKSTART, *settings]
+    command = ["async_grpo.run", str(ROOT / workload.recipe), *settings]
     run_logged(
         [sys.executable, "-m", *command, f"run.dir={directory}"],
         directory.with_suffix(".txt"),
@@ -63,16 +99,58 @@ def train(directory: Path, *settings: str) -> list[str]:
     return command
 
 
-def prepare(folder: Path) -> tuple[str, ...]:
-    """Make model and problems; the settings that name them."""
+def prepare(name: str, folder: Path) -> tuple[str, ...]:
+    """Make model and problems, and measure their rates; the settings that name them."""
+    workload = WORKLOADS[name]
+    prepared, problems = (tiny if name == "tiny" else real)(workload, folder)
+    train(
+        workload,
+        folder / "rates",
+        *workload.same,
+        *prepared,
+        STILL,
+        f"run.total_steps={-(-problems // workload.groups)}",
+        "evaluation={before: false, every_steps: 0}",
+        "replay.difficulty={choose: window, width: 1.0}",  # which is all
+    )
+    return prepared
+
+
+def real(_: Workload, folder: Path) -> tuple[tuple[str, ...], int]:
+    """Take the real model, and sums of one and of two digits; how many to train."""
+    kinds: dict[str, list[str]] = {"train": [], "eval": []}
+    for digits, count in ((1, ONE_DIGIT), (2, TWO_DIGITS)):
+        numbers = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+        pairs = list(itertools.product(numbers, repeat=2))
+        chosen = random.Random(digits).sample(pairs, count + REAL_HELD_OUT)
+        for kind, some in (("train", chosen[:count]), ("eval", chosen[count:])):
+            for a, b in some:
+                text = f"What is {a} + {b}? Answer with the number only."
+                said = [{"role": "user", "content": text}]
+                kinds[kind].append(json.dumps({"messages": said, "answer": str(a + b)}))
+    for kind, rows in kinds.items():
+        (folder / f"{kind}.jsonl").write_text("\n".join(rows))
+    data = f"train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, options: {{match: contains}}"
+    return (*real_model(), f"task={{name: jsonl, {data}}}"), ONE_DIGIT + TWO_DIGITS
+
+
+def tiny(workload: Workload, folder: Path) -> tuple[tuple[str, ...], int]:
+    """Make a model that has solved some problems; how many to train."""
     from transformers import AutoTokenizer
 
     from async_grpo.replay.history import read_history
     from async_grpo.wire.codec import decode_group
 
-    train(folder / "model", f"run.total_steps={BEFORE}", "seed=50", "evaluation.every_steps=0")
+    train(
+        workload,
+        folder / "model",
+        f"run.total_steps={BEFORE}",
+        "seed=50",
+        "evaluation.every_steps=0",
+    )
     [model] = map(str, (folder / "model" / "checkpoints").glob("*/hf"))
     train(
+        workload,
         folder / "measure",
         "model.warm_start=null",
         f"model.path={model}",
@@ -100,17 +178,7 @@ def prepare(folder: Path) -> tuple[str, ...]:
         rows = [{"prompt": one, "answer": answer(one)} for one in prompts]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = f"{{name: jsonl, train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}"
-    prepared = (f"model.path={model}", f"task={data}")
-    train(
-        folder / "rates",
-        *SAME,
-        *prepared,
-        STILL,
-        f"run.total_steps={-(-(SOLVED + UNSOLVED) // 16)}",
-        "evaluation.every_steps=0",
-        "replay.difficulty={choose: window, width: 1.0}",  # which is all
-    )
-    return prepared
+    return (f"model.path={model}", f"task={data}"), SOLVED + UNSOLVED
 
 
 def answer(prompt: str) -> str:
@@ -119,15 +187,17 @@ def answer(prompt: str) -> str:
     return str(int(one) + int(other))[::-1]
 
 
-def run(arm: str, seed: int, directory: Path, prepared: Sequence[str]) -> dict[str, Any]:
+def run(name: str, arm: str, seed: int, directory: Path, prepared: Sequence[str]) -> dict[str, Any]:
     """Train one arm; points of (step, tokens trained, held-out accuracy)."""
+    workload = WORKLOADS[name]
     command = train(
+        workload,
         directory,
-        *SAME,
+        *workload.same,
         *prepared,
         f"seed={seed}",
-        f"run.total_steps={STEPS}",
-        "evaluation.every_steps=5",
+        f"run.total_steps={workload.steps}",
+        f"evaluation.every_steps={workload.every}",
         *(
             [f"replay.difficulty={{choose: window, rates_from: {directory.parent}/rates}}"]
             if arm == "measured"
@@ -142,36 +212,41 @@ def run(arm: str, seed: int, directory: Path, prepared: Sequence[str]) -> dict[s
             points.append((int(line["step"]), tokens, line["eval/accuracy_greedy"]))
     said = shlex.join(["python", "-m", *command]).replace(f"{ROOT}/", "")
     where = {"command": said.replace(str(directory.parent), "DIR"), "commit": commit()}
-    return {"arm": arm, "seed": seed, "points": points, **where, "machine": machine()}
+    facts = {"workload": name, "arm": arm, "seed": seed, "points": points}
+    return {**facts, **where, "machine": machine()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The result as Markdown."""
-    found = {(row["arm"], row["seed"]): row["points"] for row in rows}
-    seeds = [seed for seed in range(SEEDS) if all((arm, seed) in found for arm in ARMS)]
-    if not seeds:
-        return ["Not measured yet."]
-    goals = {seed: statistics.mean(one[2] for one in found["all", seed][-3:]) for seed in seeds}
     lines = [
-        f"{rows[0]['machine'].split(';')[0]}; {len(seeds)} seeds, {STEPS} steps of 16 x 8.",
+        f"{rows[0]['machine'].split(';')[0]}." if rows else "Not measured yet.",
         "",
-        "| posed | accuracy before | at the end | tokens until as accurate as with all |",
-        "|---|---|---|---|",
+        "| | posed | seeds | accuracy before | at the end | tokens until as accurate as with all |",
+        "|---|---|---|---|---|---|",
     ]
     aims = []
-    for arm in ARMS:
-        ends = [statistics.mean(one[2] for one in found[arm, seed][-3:]) for seed in seeds]
-        took = [
-            [until(found[name, seed], goals[seed], 1) for name in (arm, "all")] for seed in seeds
-        ]
-        ratios = [mine / theirs for mine, theirs in took if mine is not None and theirs]
-        missed = f", never in {len(seeds) - len(ratios)}" if len(ratios) < len(seeds) else ""
-        before = statistics.mean(found[arm, seed][0][2] for seed in seeds)
-        said = (spread(ratios) if ratios else "-") + missed
-        lines.append(f"| {arm} | {before:.1%} | {statistics.mean(ends):.1%} | {said} |")
-        if arm != "all":
-            met = not missed and statistics.median(ratios) <= AIM
-            aims.append(aim(f"at most {AIM} of the tokens, {arm}", said, met=met))
+    for name, workload in WORKLOADS.items():
+        found = {
+            (row["arm"], row["seed"]): row["points"] for row in rows if row["workload"] == name
+        }
+        seeds = [n for n in range(SEEDS) if all((arm, n) in found for arm in workload.arms)]
+        if not seeds:
+            continue
+        goals = {seed: statistics.mean(one[2] for one in found["all", seed][-3:]) for seed in seeds}
+        for arm in workload.arms:
+            ends = [statistics.mean(one[2] for one in found[arm, seed][-3:]) for seed in seeds]
+            took = [
+                [until(found[one, seed], goals[seed], 1) for one in (arm, "all")] for seed in seeds
+            ]
+            ratios = [mine / theirs for mine, theirs in took if mine is not None and theirs]
+            missed = f", never in {len(seeds) - len(ratios)}" if len(ratios) < len(seeds) else ""
+            before = statistics.mean(found[arm, seed][0][2] for seed in seeds)
+            said = (spread(ratios) if ratios else "-") + missed
+            facts = f"{before:.1%} | {statistics.mean(ends):.1%} | {said}"
+            lines.append(f"| {name} | {arm} | {len(seeds)} | {facts} |")
+            if arm != "all":
+                met = not missed and statistics.median(ratios) <= AIM
+                aims.append(aim(f"at most {AIM} of the tokens, {name}, {arm}", said, met=met))
     return [*lines, "", *aims_table(aims)]
 
 
@@ -179,19 +254,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do the runs that are not there, and show all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.difficulty")
     default = ROOT / "benchmarks" / "results" / "difficulty.jsonl"
+    parser.add_argument("workloads", nargs="*", help=", ".join(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--rows", type=Path, default=default, help="one JSON row per run")
     parser.add_argument("--docs", type=Path, help="write the table into that page")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     arguments = parser.parse_args(argv)
-    done = {(row["arm"], row["seed"]) for row in read_rows(arguments.rows)}
-    wanted = [(arm, seed) for seed in range(SEEDS) for arm in sorted(ARMS, reverse=seed % 2 > 0)]
-    left = [] if arguments.table else [one for one in wanted if one not in done]
-    with tempfile.TemporaryDirectory(prefix="difficulty-") as folder:
-        prepared = prepare(Path(folder)) if left else ()
-        for arm, seed in left:
-            row = run(arm, seed, Path(folder) / f"{arm}-{seed}", prepared)
-            append(arguments.rows, row)
-            print(f"{arm}, seed {seed}: {row['points'][-1][2]:.1%}", flush=True)
+    done = {(row["workload"], row["arm"], row["seed"]) for row in read_rows(arguments.rows)}
+    for name in () if arguments.table else arguments.workloads or WORKLOADS:
+        arms = sorted(WORKLOADS[name].arms)
+        wanted = [(arm, n) for n in range(SEEDS) for arm in (arms[::-1] if n % 2 else arms)]
+        left = [one for one in wanted if (name, *one) not in done]
+        with tempfile.TemporaryDirectory(prefix="difficulty-") as folder:
+            prepared = prepare(name, Path(folder)) if left else ()
+            for arm, seed in left:
+                row = run(name, arm, seed, Path(folder) / f"{arm}-{seed}", prepared)
+                append(arguments.rows, row)
+                print(f"{name}, {arm}, seed {seed}: {row['points'][-1][2]:.1%}", flush=True)
     lines = table(read_rows(arguments.rows))
     print("\n".join(lines))
     if arguments.docs is not None:
