@@ -240,8 +240,8 @@ def test_a_metric_of_the_ranks_is_added_in_one_file(monkeypatch: pytest.MonkeyPa
     assert any(re.fullmatch(r"train/staleness_\d+/flips", name) for name in row)
     with monkeypatch.context() as patched:
         patched.setattr(algo_metrics, "CHARTS", f"{algo_metrics.CHARTS}|flips")
-        assert importlib.reload(shown).shown("train/flips", 0.5) == "train/flips"
-    assert importlib.reload(shown).shown("train/flips", 0.5) is None  # in metrics.jsonl alone
+        assert importlib.reload(shown).is_shown("train/flips", 0.5)
+    assert not importlib.reload(shown).is_shown("train/flips", 0.5)  # in metrics.jsonl alone
 
 
 def test_a_metric_of_the_driver_is_added_in_one_file(
@@ -254,7 +254,7 @@ def test_a_metric_of_the_driver_is_added_in_one_file(
     config = configured(home, "median", rollout={"rollout_batch_size": 1, "group_size": 3})
     batch, _ = batch_of((0.0, 0.25, 1.0))
     _, row = RowMath(config, WEIGHTS).values(batch, {})
-    charts = {name for name, value in row.items() if shown.shown(name, value) == name}
+    charts = {name for name, value in row.items() if shown.is_shown(name, value)}
     assert row["rollout/mine"] == 0.25 and {"rollout/mine", "rollout/zero_std_groups"} <= charts
     assert row.keys() - charts >= {"rollout/response_tokens", "rollout/generate_s"}
 

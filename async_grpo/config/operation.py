@@ -79,11 +79,13 @@ class Checkpoint(Section):
 
 
 class Tracking(Section):
-    """Set what goes to MLflow and into the report."""
+    """Set what goes to MLflow, to other trackers and into the report."""
 
     on_resume = FREE
     mlflow: bool = True
     """Track the run in MLflow; off, MLflow is not even imported."""
+    also: list[Literal["tensorboard"]] = Field([])
+    """Other trackers that get the same, beside MLflow or in its place (extra `trackers`)."""
     uri: str | None = None
     """MLflow tracking URI; null is a SQLite file in the run directory."""
     experiment: str = "async_grpo"
@@ -93,7 +95,7 @@ class Tracking(Section):
     `async-grpo report --sync`.
     """
     metrics: Literal["main", "all"] = "main"
-    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 300 charts)."""
+    """Metrics that trackers get: the main ones, or all of `metrics.jsonl` (some 300 charts)."""
     system_metrics: bool = True
     """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0

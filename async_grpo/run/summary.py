@@ -163,8 +163,8 @@ def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     config, tracker = trainer.config, trainer.tracker
     run_dir = str(trainer.run_dir)
     rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
-    if tracker is not None and tracker.summary is not None:
-        rows.append(("MLflow", tracker.summary))
+    if tracker is not None:
+        rows += tracker.summary.items()
     if config.replay.journal.enable:
         shows = "shows what was generated and trained"
         rows.append(("groups", f"async-grpo inspect {shlex.quote(run_dir)} {shows}"))

@@ -42,7 +42,7 @@ from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.reward_hacking import RewardWatch
-from async_grpo.observe.tracking.mlflow_sink import check_server
+from async_grpo.observe.tracking.kinds import check_trackers
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
 from async_grpo.replay.resume import last_logged_step
 from async_grpo.rollout.generation import Generated, prompts_of, sampling_of
@@ -576,7 +576,7 @@ class Trainer:
         it.
         """
         self.check()
-        check_server(self.config)
+        check_trackers(self.config)
         check_device(without_engines(self.config) if learner_only else self.config)
         if self._directory.take(note=self.console.info, check=self._stop_requested.check):
             self.check()  # the run before may have gone on until now

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.observe.tracking import tracker as tracking
+from async_grpo.observe.tracking import sender as tracking
 from async_grpo.observe.tracking.outbox import Outbox
 from async_grpo.observe.tracking.sink import TrackingError
 from async_grpo.observe.tracking.tracker import Tracker
@@ -64,7 +64,7 @@ def test_another_tracker_gets_what_mlflow_gets(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     run = _folder(tmp_path, tracker)
     assert (run / "status").read_text() == "FINISHED"
-    assert {name for name, *_ in points_of(run)} == {"score", "watch/replay/ready"}
+    assert {name for name, *_ in points_of(run)} == {"score", "replay/ready"}
     assert (run / "parameter run.name").read_text() == "tracked"
     assert (run / "tag note").read_text() == "fine"
     assert json.loads((run / "samples").read_text()) == [{"prompt": "1+1=", "response": "2"}]

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.tracking import tracker as tracking
+from async_grpo.observe.tracking import sender as tracking
 from async_grpo.observe.tracking.mlflow_sink import check_server
 from async_grpo.observe.tracking.outbox import Outbox
 from async_grpo.observe.tracking.sink import TrackingError
@@ -290,7 +290,7 @@ tracker.start()
 tracker.log(1, {{"a": 1.0}})
 tracker.log_samples([{{"prompt": "p"}}])
 tracker.finish("FINISHED")
-assert (tracker.run_id, tracker.uri, tracker.summary) == (None, None, None)
+assert (tracker.run_id, tracker.uri, tracker.summary) == (None, None, dict())
 assert (tracker.errors, tracker.unsent) == (0, 0)
 assert not [name for name in sys.modules if name.split(".")[0] == "mlflow"]
 """
@@ -355,7 +355,7 @@ def test_a_server_that_goes_away_gets_everything_when_it_is_back(
         _rows(tmp_path)[-1]["tracking/unsent"] >= 200
         and _rows(tmp_path)[-1]["tracking/errors"] >= 2
     )
-    assert "calls failed" in tracker.summary and "lines wait" in tracker.summary
+    assert "calls failed" in tracker.summary["MLflow"] and "lines wait" in tracker.summary["MLflow"]
     server.start()
     server.wait()
     _until(lambda: tracker.unsent == 0, "the server gets what it missed")
@@ -442,7 +442,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(
     offline.start()
     assert offline.run_id is None
     offline.log(1, {"score": 0.1})
-    assert "not reached yet" in offline.summary
+    assert "not reached yet" in offline.summary["MLflow"]
     offline.finish("KILLED")
     assert "training continues" in notes[0] and "it lacks 1 lines of metrics.jsonl, " in notes[-1]
     patience(60)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_grpo.observe.tracking.outbox import METRICS, Outbox, TrackedRun
-from async_grpo.observe.tracking.shown import shown
+from async_grpo.observe.tracking.shown import is_shown
 from async_grpo.observe.tracking.sink import Gone, Point, Refused, TrackerSink
 from async_grpo.old_names import metric
 from async_grpo.runtime.text import one_line
@@ -50,6 +50,11 @@ class Delivery:
         if run.uri not in self._sinks:
             self._sinks[run.uri] = self._kind(run.uri, self._outbox.run_dir)
         return self._sinks[run.uri]
+
+    def close(self) -> None:
+        """Close the trackers."""
+        for sink in self._sinks.values():
+            sink.close()
 
     def connect(self, run: TrackedRun) -> str:
         """Create or continue the run, and return its id. Its status goes before all else, to be
@@ -153,8 +158,11 @@ class Delivery:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._refuse(f"a line of {METRICS} holds no metrics: {one_line(error)}")
             return []
-        names = {key: shown(key, value, every=every) for key, value in values.items()}
-        return [Point(name, values[key], when, step) for key, name in names.items() if name]
+        return [
+            Point(name, value, when, step)
+            for name, value in values.items()
+            if is_shown(name, value, every=every)
+        ]
 
     def _send_all(self, send: Callable[[list[Any]], None], items: list[Any], most: int = 1) -> None:
         """Send at most so many items at once; on a refusal all but those that are to blame."""

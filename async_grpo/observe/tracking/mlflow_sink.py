@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from async_grpo.config.schema import Config
+from async_grpo.observe.tracking.shown import placed
 from async_grpo.observe.tracking.sink import Gone, Point, Refused, RunFacts, TrackingError
 from async_grpo.runtime.provenance import package_versions
 from async_grpo.runtime.text import one_line, without_password
@@ -127,7 +128,7 @@ class MlflowSink:
         try:
             self._client.log_batch(
                 run_id,
-                metrics=[Metric(*point) for point in points],
+                metrics=[Metric(*point._replace(name=placed(point.name))) for point in points],
                 params=[Param(name, text[:_PARAMETER_LENGTH]) for name, text in pairs],
                 tags=[RunTag(name, text[:_TAG_LENGTH]) for name, text in (tags or {}).items()],
             )
@@ -171,6 +172,9 @@ class MlflowSink:
                 tags = {_RUN_KEY: run.data.tags[_RUN_KEY]}
                 source = f"{run.info.artifact_uri}/{place}"
                 client.create_model_version(model, source, run_id=run_id, tags=tags)
+
+    def close(self) -> None:
+        """See `TrackerSink`; nothing stays open."""
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException

@@ -1,13 +1,14 @@
 """What a tracker has of a run directory, and what it is still to get.
 
-Runs in: the driver, and `async-grpo report --sync`. Hides the file `mlflow_sent.json`: one entry
+Runs in: the driver, and `async-grpo report --sync`. Hides the file `TRACKER_sent.json`: one entry
 per run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the tracker has
 acknowledged. Those files are the queue, so that nothing is kept in memory, however long a server is
 gone. Knows no tracker.
 
-Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the
-kernel releases when the process dies); an entry without an end whose process is gone was killed;
-the file is replaced whole, and has a run's key before there is a run, and its id soon after.
+Invariants: one process sends a tracker what is in a directory (a lock, for MLflow on
+`metrics.jsonl`, which the kernel releases when the process dies); an entry without an end whose
+process is gone was killed; the file is replaced whole, and has a run's key before there is a run,
+and its id soon after.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class Outbox:
         """Rows of before this start that it has not, less those of this start that it has."""
         self.state = self.run_dir / f"{title.lower()}_sent.json"
         """The file that says what the tracker has."""
+        # the first tracker has none of its own
+        own = self.state.with_suffix(".lock")
+        self._locked = self.run_dir / METRICS if title == "MLflow" else own
         self._title = title
         self._lock = threading.RLock()
         self._file: BinaryIO | None = None
@@ -114,7 +118,7 @@ class Outbox:
         if self._file is not None:
             return
         with ExitStack() as opened:
-            file = opened.enter_context(open(self.run_dir / METRICS, "r+b"))
+            file = opened.enter_context(open(self._locked, "a+b"))
             try:
                 _lock(file)
                 known = json.loads(self.state.read_bytes()) if self.state.exists() else []

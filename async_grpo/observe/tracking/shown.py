@@ -1,7 +1,7 @@
-"""Which metrics of a run MLflow shows, and in which order its page has them.
+"""Which metrics of a run trackers show, and in which order MLflow's page has them.
 
 Runs in: wherever metrics are sent. `metrics.jsonl` has all of them, a few hundred; nobody looks at
-as many charts. MLflow sorts its sections by name, so what a run is watched with stands under
+as many charts. MLflow sorts its sections by name, so what a run is watched with stands there under
 `watch/`, after `eval`, `rollout` and `train`.
 
 Invariants: a name outside the product's own groups passes as it is; counters are not sent while
@@ -56,14 +56,16 @@ _DETAILS = re.compile(
 """What measures of rollouts MLflow leaves out; another one is shown without an entry here."""
 
 
-def shown(name: str, value: float, *, every: bool = False) -> str | None:
-    """Return the name under which MLflow gets this point; None: it does not. every: all metrics,
-    not only the main ones.
-    """
+def is_shown(name: str, value: float, *, every: bool = False) -> bool:
+    """Whether trackers get this point. every: all metrics, not only the main ones."""
     group = name.partition("/")[0]
-    if group not in _FIRST and group not in _WATCHED:
-        return name
-    main = _MAIN.fullmatch(name) and not _DETAILS.fullmatch(name)
-    if not every and not (value != 0 if _COUNTED.fullmatch(name) else main):
-        return None
-    return f"watch/{name}" if group in _WATCHED else name
+    if every or (group not in _FIRST and group not in _WATCHED):
+        return True
+    if _COUNTED.fullmatch(name):
+        return value != 0
+    return _MAIN.fullmatch(name) is not None and _DETAILS.fullmatch(name) is None
+
+
+def placed(name: str) -> str:
+    """Return the name that a metric has in MLflow."""
+    return f"watch/{name}" if name.partition("/")[0] in _WATCHED else name

@@ -2,7 +2,7 @@
 
 Runs in: the thread that sends, or `async-grpo report --sync`.
 
-    Tracker -> metrics.jsonl, samples.jsonl -> Outbox -> Delivery -> TrackerSink -> MLflow
+    Tracker -> metrics.jsonl, samples.jsonl -> Outbox -> Delivery -> TrackerSink -> MLflow, ...
 
 Invariant: any call may come again, and changes nothing then. So a sink keeps no record: what was
 sent, what comes again and when is the affair of the outbox and of the delivery.
@@ -97,3 +97,6 @@ class TrackerSink(Protocol):
 
     def register(self, run_id: str, model: str, place: str) -> None:
         """Make what was put at `place` a version of the model, once per run."""
+
+    def close(self) -> None:
+        """End what is open, with the last status of each run; a later call opens it again."""

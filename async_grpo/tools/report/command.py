@@ -1,5 +1,5 @@
 """`async-grpo report [RUN_DIR]`: a run's report, afterwards or while it goes on; with `--sync` what
-MLflow lacks is sent.
+trackers lack is sent.
 
 Runs in: a process of its own, on any machine that sees the run's directory; the driver starts one
 at the end of a run.
@@ -11,13 +11,13 @@ import argparse
 
 from async_grpo.config.command_line import Parser, step_range
 
-DESCRIPTION = "Write a run's report, or send MLflow what it lacks."
+DESCRIPTION = "Write a run's report, or send trackers what they lack."
 
 
 def arguments(parser: Parser) -> None:
     """Take a run."""
     parser.run()
-    sync = "send MLflow what it did not get while the run was on; writes no report"
+    sync = "send trackers what they did not get while the run was on; writes no report"
     parser.add_argument("--sync", action="store_true", help=sync)
     steps = "learner steps in the timeline (default: some in the middle of the run)"
     parser.add_argument("--steps", metavar="A-B", type=step_range, help=steps)
@@ -29,9 +29,9 @@ def run(options: argparse.Namespace) -> int:
 
     run_dir = newest_run(options.run_dir)
     if options.sync:
-        from async_grpo.tools.report.sync import sync
+        from async_grpo.tools.report.sync import sync_all
 
-        print("\n".join(sync(run_dir)))
+        print("\n".join(sync_all(run_dir)))
     else:
         from async_grpo.tools.report.writing import write
 

@@ -1,4 +1,4 @@
-"""Sends the tracker (MLflow) what it did not get while the run was on.
+"""Sends the trackers what they did not get while the run was on.
 
 Runs in: a process of its own, on any machine that sees the run's directory and reaches the tracker.
 Invariant: nothing is there twice afterwards.
@@ -9,13 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from async_grpo.observe.tracking.delivery import Delivery
-from async_grpo.observe.tracking.mlflow_sink import MlflowSink
+from async_grpo.observe.tracking.kinds import KINDS
 from async_grpo.observe.tracking.outbox import METRICS, Outbox
 from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.runtime.text import one_line, without_password
 
 
-def sync(run_dir: Path, kind: type[TrackerSink] = MlflowSink) -> list[str]:
+def sync_all(run_dir: Path) -> list[str]:
+    """Send every tracker the rest. Returns lines. Raises RunError."""
+    kinds = [kind for kind in KINDS if Outbox(run_dir, kind.title).state.is_file()]
+    return [line for kind in kinds or KINDS[:1] for line in sync(run_dir, kind)]
+
+
+def sync(run_dir: Path, kind: type[TrackerSink] = KINDS[0]) -> list[str]:
     """Send the rest; a run without an end becomes KILLED. Returns lines. Raises RunError."""
     outbox = Outbox(run_dir, kind.title)
     if not outbox.state.is_file() or not (run_dir / METRICS).is_file():
@@ -42,6 +48,7 @@ def sync(run_dir: Path, kind: type[TrackerSink] = MlflowSink) -> list[str]:
             lines.append(
                 f"{delivery.refused} records were refused, the last one: {delivery.refusal}"
             )
+        delivery.close()
         return [f"{outbox.rows_sent} lines sent", *lines]
     finally:
         outbox.close()
