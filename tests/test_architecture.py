@@ -98,6 +98,7 @@ LIBRARIES = {
     "tools.predict": "",
     "observe": "",
     "observe.tracking.mlflow_sink": "mlflow",
+    "observe.tracking.tensorboard_sink": "tensorboard",
     "observe.tracking.system_metrics": "mlflow",
     "observe.console.console": "rich",
     "observe.console.panel": "rich",

@@ -112,7 +112,6 @@ OWNED = (
         "tracking.uri",
         "tracking.experiment",
         "tracking.offline_ok",
-        "tracking.metrics",
         "tracking.log_model_max_gb",
     ),
 )

@@ -2,7 +2,7 @@
 
 Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides the format of events,
 which the package `tensorboard` writes. Invariant: a point that comes again is not written again,
-because the points of a metric come in the order of their times.
+because the points of a metric come in the order of their times and steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class TensorboardSink:
     def __init__(self, uri: str | None, run_dir: Path) -> None:
         """Set the directory."""
         self.address = uri or str(run_dir / "tensorboard")
-        self._written: dict[str, dict[str, float]] = {}
+        self._written: dict[str, dict[str, tuple[int, int]]] = {}
         self._writers: dict[str, Any] = {}
+        self._tables: dict[tuple[str, str], dict[str, str]] = {}
 
     def where(self) -> str:
         """See `TrackerSink`."""
@@ -51,15 +52,18 @@ class TensorboardSink:
     ) -> None:
         """See `TrackerSink`; parameters and tags are tables of text."""
         for title, pairs in (("parameters", parameters), ("tags", tags)):
-            if pairs:
-                self._text(run_id, f"run/{title}", pairs.items(), step=0)
+            if pairs:  # they come in parts, and the newest text is shown
+                table = self._tables.setdefault((run_id, title), {})
+                table |= pairs
+                self._text(run_id, f"run/{title}", table.items(), step=0)
         known = self._known(run_id)
         for point in points:
-            when = point.time / 1000
-            if known.get(point.name, 0.0) < when:
-                self._write(run_id, when, point.step, tag=point.name, simple_value=point.value)
-                known[point.name] = when
-        self._writers[run_id].flush()
+            if known.get(point.name, (0, 0)) < (place := (point.time, point.step)):
+                seconds = point.time / 1000
+                self._write(run_id, seconds, point.step, tag=point.name, simple_value=point.value)
+                known[point.name] = place
+        if run_id in self._writers:
+            self._writers[run_id].flush()
 
     def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:
         """See `TrackerSink`: text of the last 20."""
@@ -107,15 +111,16 @@ class TensorboardSink:
         summary = Summary(value=[Summary.Value(**value)])
         self._writers[run_id].add_event(Event(wall_time=when, step=step, summary=summary))
 
-    def _known(self, run_id: str) -> dict[str, float]:
-        """Return the time of the newest point of every metric in the run's files."""
+    def _known(self, run_id: str) -> dict[str, tuple[int, int]]:
+        """Return time and step of the newest point of every metric in the run's files."""
         if run_id not in self._written:
             from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-            known: dict[str, float] = {}
+            known: dict[str, tuple[int, int]] = {}
             for path in sorted(self._directory(run_id).glob("events.*")):
                 for event in LegacyEventFileLoader(str(path)).Load():
-                    known |= {one.tag: event.wall_time for one in event.summary.value}
+                    place = round(event.wall_time * 1000), event.step
+                    known |= {one.tag: place for one in event.summary.value}
             self._written[run_id] = known
         return self._written[run_id]
 
