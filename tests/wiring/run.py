@@ -134,7 +134,7 @@ class Sink:
 
     def set_status(self, *_: Any) -> None: ...
 
-    show_samples = put = register = set_status
+    show_samples = put = register = close = set_status
 
 
 @contextmanager
@@ -249,6 +249,13 @@ def charts(config: Config) -> list[str]:
     return kind.charts
 
 
+def trackers(config: Config) -> list[str]:
+    """The trackers of a run."""
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True)
+    return list(Tracker(config, run_dir=run_dir, resume_run_id=None, kind=_sink()).summary)
+
+
 def _other_model() -> str:
     return write_model(workplace(), hidden=32, seed=1)
 
@@ -288,4 +295,5 @@ def wires() -> list[Wire]:
         Wire("checkpoint.max_failures", 1, unsaved, {**given, "checkpoint.every_steps": 1}),
         Wire("tracking.offline_ok", True, unreached),
         Wire("tracking.metrics", "all", charts),
+        Wire("tracking.also", ["tensorboard"], trackers),
     ]
