@@ -532,7 +532,7 @@ def _check_run_dir(text: str, values: Mapping[str, str]) -> None:
 
 def _is_there(path: str | Path) -> bool:
     """Whether a file or directory has this name, or matches this pattern."""
-    return any(glob.iglob(str(path), recursive=True)) or os.path.exists(path)
+    return Path(path).exists() or any(glob.iglob(str(path), recursive=True))
 
 
 def _looks_local(text: str) -> bool:

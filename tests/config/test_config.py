@@ -844,7 +844,6 @@ def test_good_files_pass_and_nothing_is_made_of_the_run_directory(
         (["task.eval=none.json"], "`task.eval` is .* no such file"),
         (["task.train=./none-*"], "`task.train` is .* no such file"),
         (["task.train=./none:default:train"], "`task.train` is .* no such file"),
-        (["task.train={tmp}/folder.jsonl"], "`task.train` is .* is a directory"),
         (["checkpoint.resume={tmp}/none"], "`checkpoint.resume` is .* allowed is auto, never"),
         (["checkpoint.resume=''"], "allowed is auto, never"),
         (["run.dir={tmp}/file/run"], "`run.dir` is .* cannot be created or written"),
