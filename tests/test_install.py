@@ -496,6 +496,7 @@ def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
         *PINS["base"],
         *PINS["extras"]["tasks"],
         *PINS["extras"]["agents"],
+        *PINS["extras"]["trackers"],
         *PINS["extras"]["tune"],
         *PINS["extras"]["real"],
         *PINS["extras"]["dev"],

@@ -92,7 +92,8 @@ class Tracker:
         self._tracking = config.tracking
         self._note, self._lock = note, threading.Lock()
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
-        self._step, self._full, self._finished = 0, False, False
+        self._step = 0
+        self._full, self._finished = False, False
         settings = flatten(config.model_dump(mode="json"))
         settings[EVERY] = config.tracking.metrics  # what `Delivery` sends by
         kinds = [kind] * config.tracking.mlflow + [ALSO[name] for name in config.tracking.also]
