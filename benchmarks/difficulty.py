@@ -4,7 +4,8 @@
     tiny      the quickstart's model, after a part of its training. What it says to others tells
               which problems are solved (all of 8 responses right) and which are not (1 to 4 right):
               training has as many of both, held out are others not solved
-    real      SmolLM2-135M-Instruct: as many sums of one digit as of two, held out are others
+    real      SmolLM2-135M-Instruct: as many sums of one digit as of two, held out are others; only
+              *all* and *measured*
     rates     of these problems, by one pass of that model over them without learning
     runs      five seeds of each arm, in an order that alternates: every problem in turn, and
               `replay.difficulty.choose` window, gaussian and bandit, everything else by default;
@@ -52,8 +53,8 @@ STILL = "learner.lr=1e-12"
 BEFORE, MEASURED = 80, 80
 """Steps of the tiny model, and of the measurement that tells which problems it has solved."""
 SOLVED, UNSOLVED, HELD_OUT = 100, 100, 200
-ONE_DIGIT, TWO_DIGITS, REAL_HELD_OUT = 60, 60, 32
-"""Sums to train, and held out of both kinds."""
+SUMS = {1: (30, 15), 2: (30, 49)}
+"""By digits: sums to train, and held out."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,21 @@ def prepare(name: str, folder: Path) -> tuple[str, ...]:
 def real(_: Workload, folder: Path) -> tuple[tuple[str, ...], int]:
     """Take the real model, and sums of one and of two digits; how many to train."""
     kinds: dict[str, list[str]] = {"train": [], "eval": []}
-    for digits, count in ((1, ONE_DIGIT), (2, TWO_DIGITS)):
-        numbers = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-        pairs = list(itertools.product(numbers, repeat=2))
-        chosen = random.Random(digits).sample(pairs, count + REAL_HELD_OUT)
+    for digits, (count, held_out) in SUMS.items():
+        numbers = range(10 ** (digits - 1), 10**digits)
+        pairs = list(itertools.combinations_with_replacement(numbers, 2))
+        chosen = random.Random(digits).sample(pairs, count + held_out)
         for kind, some in (("train", chosen[:count]), ("eval", chosen[count:])):
             for a, b in some:
                 text = f"What is {a} + {b}? Answer with the number only."
                 said = [{"role": "user", "content": text}]
-                kinds[kind].append(json.dumps({"messages": said, "answer": str(a + b)}))
+                answer = rf"(?<!\d){a + b}(?!\d)"
+                kinds[kind].append(json.dumps({"messages": said, "answer": answer}))
     for kind, rows in kinds.items():
         (folder / f"{kind}.jsonl").write_text("\n".join(rows))
-    data = f"train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, options: {{match: contains}}"
-    return (*real_model(), f"task={{name: jsonl, {data}}}"), ONE_DIGIT + TWO_DIGITS
+    data = f"train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, options: {{match: regex}}"
+    problems = sum(count for count, _ in SUMS.values())
+    return (*real_model(), f"task={{name: jsonl, {data}}}"), problems
 
 
 def tiny(workload: Workload, folder: Path) -> tuple[tuple[str, ...], int]:
@@ -239,22 +242,30 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
                 [until(found[one, seed], goals[seed], 1) for one in (arm, "all")] for seed in seeds
             ]
             ratios = [mine / theirs for mine, theirs in took if mine is not None and theirs]
-            missed = f", never in {len(seeds) - len(ratios)}" if len(ratios) < len(seeds) else ""
+            never = sum(mine is None for mine, _ in took)
+            missed = f", never in {never}" if never else ""
             before = statistics.mean(found[arm, seed][0][2] for seed in seeds)
             said = (spread(ratios) if ratios else "-") + missed
             facts = f"{before:.1%} | {statistics.mean(ends):.1%} | {said}"
             lines.append(f"| {name} | {arm} | {len(seeds)} | {facts} |")
             if arm != "all":
-                met = not missed and statistics.median(ratios) <= AIM
+                met = not missed and bool(ratios) and statistics.median(ratios) <= AIM
                 aims.append(aim(f"at most {AIM} of the tokens, {name}, {arm}", said, met=met))
     return [*lines, "", *aims_table(aims)]
+
+
+def _workload(name: str) -> str:
+    if name not in WORKLOADS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(WORKLOADS)}")
+    return name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do the runs that are not there, and show all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.difficulty")
     default = ROOT / "benchmarks" / "results" / "difficulty.jsonl"
-    parser.add_argument("workloads", nargs="*", help=", ".join(WORKLOADS), metavar="WORKLOAD")
+    known = ", ".join(WORKLOADS)
+    parser.add_argument("workloads", nargs="*", type=_workload, help=known, metavar="WORKLOAD")
     parser.add_argument("--rows", type=Path, default=default, help="one JSON row per run")
     parser.add_argument("--docs", type=Path, help="write the table into that page")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
