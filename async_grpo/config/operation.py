@@ -85,7 +85,7 @@ class Tracking(Section):
     mlflow: bool = True
     """Track the run in MLflow; off, MLflow is not even imported."""
     also: list[Literal["tensorboard"]] = Field([])
-    """Other trackers that get the same, beside MLflow or in its place (extra `trackers`)."""
+    """Other trackers, which get metrics, parameters, tags and samples (extra `trackers`)."""
     uri: str | None = None
     """MLflow tracking URI; null is a SQLite file in the run directory."""
     experiment: str = "async_grpo"

@@ -82,7 +82,7 @@ def test_a_resumed_run_sends_what_comes_after_the_offset(tmp_path: Path) -> None
     second = _run(tmp_path, 2, resume=first.run_id)
     assert second.run_id == first.run_id and _history(run) == [(1, 0.1), (2, 0.2)]
     assert (run / "calls").read_text().splitlines() == ["[1]", "[2]"]
-    assert sync(tmp_path, Folder)[0] == "0 lines sent"
+    assert sync(tmp_path, Folder)[0] == "0 lines sent to Folder"
 
 
 def test_a_killed_run_is_completed_from_its_offset(tmp_path: Path) -> None:
@@ -127,7 +127,10 @@ os.kill(os.getpid(), 9)
     assert sync(tmp_path, Folder)[-1].endswith("is complete: KILLED")
     assert (run / "status").read_text() == "KILLED" and _history(run) == [(1, 0.1), (2, 0.2)]
     before = (tmp_path / STATE).read_text()
-    assert sync(tmp_path, Folder)[0] == "0 lines sent" and (tmp_path / STATE).read_text() == before
+    assert (
+        sync(tmp_path, Folder)[0] == "0 lines sent to Folder"
+        and (tmp_path / STATE).read_text() == before
+    )
 
 
 def test_a_run_that_the_tracker_lost_is_sent_again(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_many_rows_are_few_calls_and_fewer_writes(
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.writelines(map(_row, range(2, 9002)))
     monkeypatch.setattr(os, "fsync", written.append)
-    assert sync(tmp_path, Folder)[0] == "9000 lines sent"
+    assert sync(tmp_path, Folder)[0] == "9000 lines sent to Folder"
     calls = (_folder(tmp_path, tracker) / "calls").read_text().splitlines()
     assert [len(json.loads(steps)) for steps in calls] == [1, *[900] * 10]
     assert len(written) < 7, "not at every call"
@@ -398,7 +401,7 @@ def _of_before(run_dir: Path) -> tuple[Path, Path]:
 
 def test_a_directory_of_before_is_completed(tmp_path: Path) -> None:
     cut, newest = _of_before(tmp_path)
-    assert sync(tmp_path, Old)[0] == "1 lines sent"
+    assert sync(tmp_path, Old)[0] == "1 lines sent to Folder"
     assert _history(cut) == [(3, 0.3)] and (cut / "status").read_text() == "FAILED"
     assert (cut / "final").is_dir()
     assert (tmp_path / "folder" / "model adder").read_text() == "cut/final"

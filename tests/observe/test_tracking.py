@@ -407,7 +407,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
     before = (tmp_path / STATE).read_text()
     assert verbs.report(["--sync", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "2 lines sent",
+        "2 lines sent to MLflow",
         f"MLflow run {tracker.run_id} at {server.uri} is complete: FAILED",
     ]
     history = _history(server.uri, tracker.run_id)
@@ -473,7 +473,10 @@ def test_a_run_that_began_offline_is_created_by_sync(
     patience(60)
     state = json.loads((tmp_path / STATE).read_text())
     (tmp_path / STATE).write_text(json.dumps([{**entry, "uri": server.uri} for entry in state]))
-    assert [line.split(":")[-1].strip() for line in sync(tmp_path)] == ["1 lines sent", "FINISHED"]
+    assert [line.split(":")[-1].strip() for line in sync(tmp_path)] == [
+        "1 lines sent to MLflow",
+        "FINISHED",
+    ]
     [entry] = json.loads((tmp_path / STATE).read_text())
     from mlflow import MlflowClient
 

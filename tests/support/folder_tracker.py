@@ -78,9 +78,6 @@ class Folder:
             raise ConnectionError("no registry")
         (Path(self.address) / f"model {model}").write_text(f"{run_id}/{place}")
 
-    def close(self) -> None:
-        (Path(self.address) / "closed").write_text("")
-
     def _run(self, run_id: str) -> Path:
         if (Path(self.address) / "away").exists():
             raise ConnectionError("away")

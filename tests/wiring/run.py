@@ -134,7 +134,7 @@ class Sink:
 
     def set_status(self, *_: Any) -> None: ...
 
-    show_samples = put = register = close = set_status
+    show_samples = put = register = set_status
 
 
 @contextmanager

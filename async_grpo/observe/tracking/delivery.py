@@ -51,11 +51,6 @@ class Delivery:
             self._sinks[run.uri] = self._kind(run.uri, self._outbox.run_dir)
         return self._sinks[run.uri]
 
-    def close(self) -> None:
-        """Close the trackers."""
-        for sink in self._sinks.values():
-            sink.close()
-
     def connect(self, run: TrackedRun) -> str:
         """Create or continue the run, and return its id. Its status goes before all else, to be
         right even if time runs out.

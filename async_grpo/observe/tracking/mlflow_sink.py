@@ -173,9 +173,6 @@ class MlflowSink:
                 source = f"{run.info.artifact_uri}/{place}"
                 client.create_model_version(model, source, run_id=run_id, tags=tags)
 
-    def close(self) -> None:
-        """See `TrackerSink`; nothing stays open."""
-
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 

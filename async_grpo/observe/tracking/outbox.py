@@ -3,7 +3,7 @@
 Runs in: the driver, and `async-grpo report --sync`. Hides the file `TRACKER_sent.json`: one entry
 per run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the tracker has
 acknowledged. Those files are the queue, so that nothing is kept in memory, however long a server is
-gone. Knows no tracker.
+gone.
 
 Invariants: one process sends a tracker what is in a directory (a lock, for MLflow on
 `metrics.jsonl`, which the kernel releases when the process dies); an entry without an end whose
@@ -101,9 +101,8 @@ class Outbox:
         """Rows of before this start that it has not, less those of this start that it has."""
         self.state = self.run_dir / f"{title.lower()}_sent.json"
         """The file that says what the tracker has."""
-        # the first tracker has none of its own
         own = self.state.with_suffix(".lock")
-        self._locked = self.run_dir / METRICS if title == "MLflow" else own
+        self._locked = self.run_dir / METRICS if title == "MLflow" else own  # as older versions do
         self._title = title
         self._lock = threading.RLock()
         self._file: BinaryIO | None = None

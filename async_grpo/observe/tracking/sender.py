@@ -15,7 +15,6 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.observe.tracking.delivery import Delivery
@@ -93,6 +92,11 @@ class Sender:
         """Say where the run is looked at."""
         return (f"run {self.run_id}" if self.run_id else "not reached yet") + self._sink.where()
 
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._thread.ident is not None
+
     def begin(self) -> None:
         """Begin to connect; `ready` waits for it."""
         self._started_by = time.monotonic() + self._start_s
@@ -115,9 +119,12 @@ class Sender:
                 "tracking.offline_ok=true to send later, or tracking.mlflow=false"
             ) from self._failure
 
-    def wake(self, rows: int = 0) -> None:
-        """Send what there is. rows: how many more `metrics.jsonl` has."""
+    def expect(self, rows: int) -> None:
+        """Count rows that `metrics.jsonl` is about to have; one thread at a time."""
         self._logged += rows
+
+    def wake(self) -> None:
+        """Send what there is."""
         self._wake.set()
 
     def conclude(self, status: str) -> None:
@@ -137,7 +144,7 @@ class Sender:
 
     def finish(self) -> None:
         """Wait until the rest is sent, and say what is left."""
-        if self._thread.ident is None:
+        if not self.begun:
             return
         if self._failure is None:
             self._thread.join(self._left_s)
@@ -166,13 +173,6 @@ class Sender:
     # ---- the thread ----
 
     def _run(self) -> None:
-        try:
-            self._send()
-        finally:
-            with suppress(Exception):  # what a tracker raises while it ends is nobody's affair
-                self._delivery.close()
-
-    def _send(self) -> None:
         delay, failed = _FIRST_RETRY_S, False
         while time.monotonic() < self._deadline:  # else `finish` has given up
             self._wake.clear()

@@ -53,7 +53,7 @@ _DETAILS = re.compile(
     r"|mixed_version_responses|baseline_tokens|first_token_s|generate_s|longest_group_s|verifier_s"
     r"|verify_s)"
 )
-"""What measures of rollouts MLflow leaves out; another one is shown without an entry here."""
+"""What measures of rollouts are left out; another one is shown without an entry here."""
 
 
 def is_shown(name: str, value: float, *, every: bool = False) -> bool:

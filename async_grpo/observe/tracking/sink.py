@@ -97,6 +97,3 @@ class TrackerSink(Protocol):
 
     def register(self, run_id: str, model: str, place: str) -> None:
         """Make what was put at `place` a version of the model, once per run."""
-
-    def close(self) -> None:
-        """End what is open, with the last status of each run; a later call opens it again."""

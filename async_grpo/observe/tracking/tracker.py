@@ -96,13 +96,16 @@ class Tracker:
         self._full, self._finished = False, False
         settings = flatten(config.model_dump(mode="json"))
         settings[EVERY] = config.tracking.metrics  # what `Delivery` sends by
-        kinds = [kind] * config.tracking.mlflow + [ALSO[name] for name in config.tracking.also]
+        name = _run_name(config.run.name, run_dir)
+        kinds = [kind] * config.tracking.mlflow + [
+            ALSO[one] for one in dict.fromkeys(config.tracking.also)
+        ]
         self._senders = [
             Sender(
                 TrackedRun(
                     uri=config.tracking.uri if one is kind else None,
                     experiment=config.tracking.experiment,
-                    name=_run_name(config.run.name, run_dir),
+                    name=name,
                     parameters={name: without_password(value) for name, value in settings.items()},
                     metrics=FilePart(self._metrics.size, self._metrics.size),
                     samples=FilePart(self._samples.size, self._samples.size),
@@ -130,8 +133,8 @@ class Tracker:
         self.ready()
 
     def begin(self) -> None:
-        """Begin to `start`; `ready` waits for it."""
-        for one in self._senders:
+        """Begin to `start`; `ready` waits for it, and begins with the others after MLflow."""
+        for one in self._senders[:1]:
             one.begin()
         if self._system is not None:
             self._system.start()
@@ -140,7 +143,9 @@ class Tracker:
         """Wait for the start and raise its error; return lines that say where to look at the run.
         check: called meanwhile; what it raises ends the wait.
         """
-        for one in self._senders:
+        for number, one in enumerate(self._senders):
+            if number and not one.begun:
+                one.begin()
             one.ready(check)
         return [f"{one.title}: {one.where}" for one in self._senders]
 
@@ -238,6 +243,8 @@ class Tracker:
         with self._lock:
             if self._finished:
                 return
+            for one in self._senders:
+                one.expect(len(rows) if file is self._metrics else 0)
             try:
                 file.append("".join(json.dumps(row) + "\n" for row in rows).encode())
                 self._full = False
@@ -249,7 +256,7 @@ class Tracker:
                     )
                 self._full = True
         for one in self._senders:
-            one.wake(len(rows) if file is self._metrics else 0)
+            one.wake()
 
 
 def begin_tracking(

@@ -255,7 +255,7 @@ _RULES = (
     `checkpoint.every_steps`, `evaluation.every_steps`
 ^sglang.* ^launcher.* ^scheduler.* ^enable_offload ^perf_tracer.* -- {rule.PROCESSES}
 ^vllm.* -- an argument of the engine: see `cluster.engine.vllm`
-^stats_logger.* -- the tracker is MLflow here (`tracking.mlflow`)
+^stats_logger.* -- trackers are `tracking.mlflow` and `tracking.also`
 ^cluster.* -- the cluster decides: all nodes of the Ray cluster are used
     """),
 )  # fmt: skip

@@ -240,7 +240,7 @@ vllm_* vllm.* enable_prefix_caching -- an argument of the engine: `cluster.engin
 ckpt_path save_hf_ckpt disable_ds_ckpt save_value_network max_ckpt_mem use_ds_universal_ckpt ckpt.*
     -- checkpoints are in `run.dir`, the model beside them
 logging_steps -- every learner step is logged
-use_wandb use_tensorboard wandb_* logger.* -- the tracker is MLflow here (`tracking.mlflow`)
+use_wandb use_tensorboard wandb_* logger.* -- trackers are `tracking.mlflow` and `tracking.also`
 local_rank use_ms perf full_determinism -- {rule.PROCESSES}
     """),
 )  # fmt: skip

@@ -99,7 +99,7 @@ loss.* -- the loss is `algorithm.policy_loss: dppo`
 trainer.model.* -- how the learner computes; see `learner.deepspeed`
 inference_gpu_ids -- all other GPUs generate; `cluster.rollout_actors.max` bounds them
 ckpt.* -- checkpoints are in `run.dir`
-wandb.* log.* heartbeat.* metrics_server.* -- the tracker is MLflow here
+wandb.* log.* heartbeat.* metrics_server.* -- trackers are `tracking.mlflow` and `tracking.also`
 weight_broadcast.* rollout_transport.* *client.* tenant* ^deployment.* ^slurm.* ^inference.*
     ^launcher.* -- {rule.PROCESSES}
     """),

@@ -263,7 +263,7 @@ def _file_name(value: Any) -> str:
 
 def _mlflow_among(value: Any) -> bool:
     if "mlflow" not in (value if isinstance(value, list) else re.split(r"[\s,]+", str(value))):
-        raise Untranslatable("the tracker is MLflow here (`tracking.mlflow`)")
+        raise Untranslatable("trackers are `tracking.mlflow` and `tracking.also` here")
     return True
 
 

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sync:
         from async_grpo.tools.report.sync import sync_all
 
-        print("\n".join(sync_all(run_dir)))
+        sync_all(run_dir, say=print)
     else:
         from async_grpo.tools.report.writing import write
 

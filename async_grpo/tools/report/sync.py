@@ -6,6 +6,7 @@ Invariant: nothing is there twice afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from async_grpo.observe.tracking.delivery import Delivery
@@ -15,10 +16,20 @@ from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.runtime.text import one_line, without_password
 
 
-def sync_all(run_dir: Path) -> list[str]:
-    """Send every tracker the rest. Returns lines. Raises RunError."""
+def sync_all(run_dir: Path, *, say: Callable[[str], None]) -> None:
+    """Send every tracker the rest, also where one fails. say: told lines. Raises RunError."""
+    failed = None
     kinds = [kind for kind in KINDS if Outbox(run_dir, kind.title).state.is_file()]
-    return [line for kind in kinds or KINDS[:1] for line in sync(run_dir, kind)]
+    for kind in kinds or KINDS[:1]:
+        try:
+            for line in sync(run_dir, kind):
+                say(line)
+        except TrackingError as error:
+            if failed is not None:
+                say(str(failed))
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def sync(run_dir: Path, kind: type[TrackerSink] = KINDS[0]) -> list[str]:
@@ -48,7 +59,6 @@ def sync(run_dir: Path, kind: type[TrackerSink] = KINDS[0]) -> list[str]:
             lines.append(
                 f"{delivery.refused} records were refused, the last one: {delivery.refusal}"
             )
-        delivery.close()
-        return [f"{outbox.rows_sent} lines sent", *lines]
+        return [f"{outbox.rows_sent} lines sent to {kind.title}", *lines]
     finally:
         outbox.close()
