@@ -401,7 +401,7 @@ def _of_before(run_dir: Path) -> tuple[Path, Path]:
 
 def test_a_directory_of_before_is_completed(tmp_path: Path) -> None:
     cut, newest = _of_before(tmp_path)
-    assert sync(tmp_path, Old)[0] == "1 lines sent to Folder"
+    assert sync(tmp_path, Old)[0] == "1 lines sent to MLflow"
     assert _history(cut) == [(3, 0.3)] and (cut / "status").read_text() == "FAILED"
     assert (cut / "final").is_dir()
     assert (tmp_path / "folder" / "model adder").read_text() == "cut/final"
