@@ -82,8 +82,8 @@ WORKLOADS = {
         "examples/real_model/smollm2_sums.yaml",
         ("learner.lr=2e-5",),
         groups=8,
-        steps=16,
-        every=4,
+        steps=12,
+        every=3,
         arms=("all", "measured"),
     ),
 }
