@@ -78,7 +78,7 @@ def test_the_report_reads_a_run_of_before() -> None:
 def test_a_tracker_gets_the_names_of_now() -> None:
     points = Delivery._points(Delivery, json.dumps(lines()[0]).encode(), every=True)
     sent = {point.name: point.value for point in points}
-    assert sent["train/staleness_mean"] == 0 and "watch/time/weight_sync" in sent
+    assert sent["train/staleness_mean"] == 0 and "time/weight_sync" in sent
     assert not any("/lag_" in name or name.endswith("_rows") for name in sent)
 
 

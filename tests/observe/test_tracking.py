@@ -24,6 +24,7 @@ import pytest
 
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking import sender as tracking
+from async_grpo.observe.tracking import tracker as tracker_module
 from async_grpo.observe.tracking.mlflow_sink import check_server
 from async_grpo.observe.tracking.outbox import Outbox
 from async_grpo.observe.tracking.sink import TrackingError
@@ -793,7 +794,7 @@ def test_a_model_that_is_too_large_stays_where_it_is(
         def log_artifact(self, path: Path, **how: str | None) -> None:
             self.append((path, how))
 
-    monkeypatch.setattr(tracking, "package", lambda model, into: None)
+    monkeypatch.setattr(tracker_module, "package", lambda model, into: None)
     (tmp_path / "weights").write_bytes(bytes(2**20))
     for limit, sent, lines in ((1.0, 1, 0), (0.0005, 0, 1), (0.0, 0, 0)):
         tracker, said = Sent(), io.StringIO()
