@@ -1,5 +1,5 @@
-"""Trackers get the main metrics, MLflow those first that are looked at first; what never happened has
-no chart.
+"""Trackers get the main metrics, MLflow those first that are looked at first. What never happened
+has no chart.
 """
 
 from __future__ import annotations
