@@ -59,6 +59,12 @@ class FaultBudgetSpent(RunError):
     exit_code = 4
 
 
+class CopyIncomplete(RunError):
+    """The run is done, and its copy at `checkpoint.mirror` is not."""
+
+    exit_code = 4
+
+
 class LearnerLost(FaultBudgetSpent):
     """A learner rank died, or is `silent`: all ranks restart from a checkpoint, or the run ends."""
 

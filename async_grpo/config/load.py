@@ -481,7 +481,7 @@ def preflight_files(config: Config) -> None:
         if data is not None:
             _check_data(key, data)
     run_dir = Path(config.run.dir)
-    resume = config.checkpoint.resume
+    resume, named = config.checkpoint.resume, config.checkpoint.named
     if resume == "never":
         for name in ("config.yaml", "checkpoints"):
             if os.path.exists(run_dir / name):
@@ -490,10 +490,10 @@ def preflight_files(config: Config) -> None:
                     f"({name}).\nChoose another run.name or run.dir, remove that directory, or "
                     "set checkpoint.resume=auto to continue it."
                 )
-    elif resume != "auto" and not os.path.exists(os.path.expanduser(resume)):
+    elif named and not os.path.exists(os.path.expanduser(named)):
         raise ConfigError(
-            f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
-            "existing checkpoint."
+            f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, the path of an "
+            "existing checkpoint, or the address of a copy (scheme://...)."
         )
     if os.path.exists(run_dir / "config.yaml") and not _is_stored(run_dir / "config.yaml"):
         raise ConfigError(

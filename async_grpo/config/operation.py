@@ -68,7 +68,9 @@ class Checkpoint(Section):
     max_failures: Positive = 3
     """Failed checkpoints in a row that end the run, with exit code 4. The last must succeed."""
     resume: str = "auto"
-    """`auto`: the run directory's newest complete checkpoint; `never`: anew; or a path."""
+    """`auto`: the run directory's newest complete checkpoint; `never`: anew; the path of another
+    one; or the address of a copy (`mirror`), which a run directory without a past begins with.
+    """
     on_lost_steps: Literal["replay", "discard"] = "replay"
     """Learner steps after the checkpoint that the journal recorded: train the same batches again,
     or roll them back and train others. After a checkpoint that `resume` names by its path they are
@@ -76,6 +78,20 @@ class Checkpoint(Section):
     """
     partial_rollouts: bool = False
     """Keep beginnings of unfinished responses for a resumed run; off: prompts are issued again."""
+    mirror: str | None = None
+    """Address (`s3://bucket/runs`, `gs://`, `file://`, any of fsspec; extra `storage` for S3) under
+    which the run directory is copied after each checkpoint, beside training; null: nowhere.
+    """
+
+    @property
+    def named(self) -> str | None:
+        """Checkpoint that `resume` names by its path."""
+        return None if self.resume in ("auto", "never") or self.copied else self.resume
+
+    @property
+    def copied(self) -> str | None:
+        """Address that `resume` names."""
+        return self.resume if "://" in self.resume else None
 
 
 class Tracking(Section):

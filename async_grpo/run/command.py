@@ -131,6 +131,7 @@ def _keeping_what_was_learnt(trainer: Trainer, console: Console) -> Iterator[Non
 
 def _finish(trainer: Trainer, console: Console) -> None:
     """Save and evaluate what was learnt, and say what came out."""
+    from async_grpo.errors import CopyIncomplete
     from async_grpo.observe.tracking.tracker import log_model
     from async_grpo.run.summary import described, goodput, scope, summarise
 
@@ -147,6 +148,8 @@ def _finish(trainer: Trainer, console: Console) -> None:
     final_account = dict(goodput(loop.latest, scope=scope(trainer, "whole run")))
     rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+    if trainer.uncopied:
+        raise CopyIncomplete(trainer.uncopied)
 
 
 def _evaluate_last(trainer: Trainer, console: Console) -> None:

@@ -25,6 +25,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import DirectoryTaken
 from async_grpo.observe.console.console import Console
 from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint import mirror
 from async_grpo.run.checkpoint.resume import changes, find_checkpoint
 from async_grpo.run.preflight.run_check import Checked
 from async_grpo.runtime.run_lock import RunLock
@@ -40,12 +41,16 @@ class RunDirectory:
         self._lost = lost
         self._taken: DirectoryTaken | None = None
 
-    def take(self, *, note: Callable[[str], None], check: Callable[[], None]) -> bool:
-        """Take the directory, and finish what another start had begun to replace there; whether
-        what was read in it before may have changed. note, check: as of `RunLock.acquire`. Raises
-        SetupError where another run has it.
+    def take(
+        self, *, copied: str | None, note: Callable[[str], None], check: Callable[[], None]
+    ) -> bool:
+        """Take the directory, bring what it lacks from the address `copied`, and finish what
+        another start had begun to replace there; whether what was read in it before may have
+        changed. note, check: as of `RunLock.acquire`. Raises SetupError where another run has it.
         """
         found = self._lock.acquire(note=note, check=check)
+        if copied is not None and mirror.fetch(copied, self.path, note=note, check=check):
+            return True
         return checkpoint.finish_replacing(self.path) or found
 
     def check_own(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from async_grpo.errors import (
     EXIT_MEANING,
+    CopyIncomplete,
     FaultBudgetSpent,
     NonFinite,
     RunError,
@@ -44,10 +45,14 @@ def guarded(trainer, console: Console) -> Iterator[Ending]:
     try:
         try:
             yield ending
+            code = 0
         except StopRequested:  # during the start
             trainer.stop("FINISHED")
             console.info(STOPPED_EARLY)
-        done, code = True, 0
+            code = 0
+        except CopyIncomplete as error:  # said already
+            code = error.exit_code
+        done = True
     except Exception as error:  # noqa: BLE001 - every error ends the run, explained
         code, message = explained(error)
         _keep_group_ids(trainer, console, error, message)

@@ -17,6 +17,7 @@ from async_grpo.observe.reward_hacking import EARNED, RewardWatch
 from async_grpo.observe.tracking.tracker import Status, Tracker
 from async_grpo.run.callbacks.base import Callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
+from async_grpo.run.checkpoint.mirror import Mirror
 from async_grpo.run.checkpoint.saver import Saver
 from async_grpo.runtime.parts import part
 from async_grpo.runtime.text import shortened
@@ -32,13 +33,16 @@ FLAT_STEPS = 3
 
 
 class RunLog:
-    """What a run tells. `tracker`, `gauges` and `saver` are None until they begin."""
+    """What a run tells. `tracker`, `gauges`, `saver` and `mirror` are None until they begin."""
 
     def __init__(self, console: Console, run_dir: Path) -> None:
         self._console, self._run_dir = console, run_dir
         self.tracker: Tracker | None = None
         self.gauges: Exported | None = None
         self.saver: Saver | None = None
+        self.mirror: Mirror | None = None
+        self.uncopied = ""
+        """Why the copy of the run that has ended is not complete."""
         self.callbacks = Callbacks()
         self.reward_watch = RewardWatch()
         self.total_steps = 0
@@ -104,8 +108,10 @@ class RunLog:
         self.callbacks.tell("on_weight_sync", version, seconds)
 
     def saved(self, step: int, path: Path) -> None:
-        """Tell callbacks of a complete checkpoint."""
+        """Tell callbacks of a complete checkpoint, and copy it."""
         self.callbacks.tell("on_checkpoint", step, path)
+        if self.mirror is not None:
+            self.mirror.wake()
 
     def rolled_back(self, step: int) -> None:
         """Forget checkpoints and metrics of the learner steps after `step`: another history."""
@@ -124,8 +130,8 @@ class RunLog:
         asked: bool,
         report: bool,
     ) -> None:
-        """Say how the run ended, write its report, and close tracking, if it was open. ending: exit
-        code and message; asked: somebody asked the run to end.
+        """Say how the run ended, write its report, close tracking, and copy the rest, as far as
+        these were begun. ending: exit code and message; asked: somebody asked the run to end.
         """
         tracker, self.tracker, self.gauges = self.tracker, None, None
         if tracker is None:
@@ -137,6 +143,10 @@ class RunLog:
         if report and (report_on := part("report")) is not None:
             report_on(config, self._console, tracker)
         tracker.finish(status)
+        if self.mirror is not None:
+            self.uncopied = self.mirror.finish(limit_s=config.watchdog.step_timeout_s)
+            if self.uncopied:
+                self.error(self.uncopied)
 
     def _look_for_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that no response is better than the others of its group."""

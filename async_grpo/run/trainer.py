@@ -50,6 +50,7 @@ from async_grpo.run.callbacks.base import Callback, Callbacks
 from async_grpo.run.callbacks.registry import given_callbacks, make_callbacks
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint.directory import Origin
+from async_grpo.run.checkpoint.mirror import Mirror
 from async_grpo.run.checkpoint.resume import (
     Course,
     differences,
@@ -180,10 +181,15 @@ class Trainer:
             resumed=manifest is not None or has_past(config),
             note=console.info,
         )
+        if (address := config.checkpoint.mirror) is not None:
+            log.mirror = Mirror(address, self.run_dir, note=console.info)
+            log.mirror.begin()
         origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         console.info(*tracker.ready(check=self._stop_requested.check))
+        if log.mirror is not None:
+            console.info(log.mirror.ready(self._stop_requested.check))
         self._speed = SpeedWatch(
             config,
             max_num_seqs=self.system.max_num_seqs,
@@ -451,6 +457,11 @@ class Trainer:
         return self._stop_requested.is_set()
 
     @property
+    def uncopied(self) -> str:
+        """Why the copy of a run that has ended (`checkpoint.mirror`) is not complete, or ""."""
+        return self._log.uncopied
+
+    @property
     def tracker(self) -> Tracker | None:
         """Where the metrics go, while the run is on."""
         return self._log.tracker
@@ -578,7 +589,9 @@ class Trainer:
         self.check()
         check_trackers(self.config)
         check_device(without_engines(self.config) if learner_only else self.config)
-        if self._directory.take(note=self.console.info, check=self._stop_requested.check):
+        copied = self.config.checkpoint.copied
+        note, check = self.console.info, self._stop_requested.check
+        if self._directory.take(copied=copied, note=note, check=check):
             self.check()  # the run before may have gone on until now
 
     def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:

@@ -48,13 +48,13 @@ def find_checkpoint(
     damaged, or that the run begins anew. Raises SetupError for one that does not fit, and where
     damage would let the run begin anew. data: fingerprint of the training data.
     """
-    resume, run_dir = config.checkpoint.resume, Path(config.run.dir)
-    if resume == "never":
+    named, run_dir = config.checkpoint.named, Path(config.run.dir)
+    if config.checkpoint.resume == "never":
         return None, []
-    if resume == "auto":
+    if named is None:
         found, damaged = checkpoint.newest_whole(run_dir, check=check)
     else:
-        found, damaged = Path(resume).expanduser(), []
+        found, damaged = Path(named).expanduser(), []
         verified(found, check=check)
     if found is None:
         return None, _without_checkpoint(config, damaged, data)

@@ -17,6 +17,7 @@ from async_grpo.config.stored import read_settings
 from async_grpo.errors import JournalError, SetupError
 from async_grpo.replay.history import Past, lineage, read
 from async_grpo.replay.resume import identity
+from async_grpo.run.checkpoint.mirror import check_addresses
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint, has_past
 from async_grpo.run.preflight.model import check_journal, check_metric, look
 from async_grpo.runtime.text import first_line, listed
@@ -55,6 +56,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     try:
         preflight_files(config)
         addresses(config)
+        check_addresses(config.checkpoint.mirror, config.checkpoint.copied)
         variables(config.env_vars, "task.env_vars")
         task = load_tasks(config)
         check_concurrency(config, [one for _, one in parts_of(config, task)])

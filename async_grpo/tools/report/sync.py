@@ -1,35 +1,58 @@
-"""Sends the trackers what they did not get while the run was on.
+"""Sends trackers, and the copy at `checkpoint.mirror`, what they did not get while the run was on.
 
-Runs in: a process of its own, on any machine that sees the run's directory and reaches the tracker.
+Runs in: a process of its own, on any machine that sees the run's directory and reaches them.
 Invariant: nothing is there twice afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from async_grpo.config.stored import read_settings
+from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.tracking.delivery import Delivery
 from async_grpo.observe.tracking.kinds import KINDS
 from async_grpo.observe.tracking.outbox import METRICS, Outbox
 from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
-from async_grpo.runtime.text import one_line, without_password
+from async_grpo.run.checkpoint.mirror import Mirror
+from async_grpo.runtime.run_lock import RunLock
+from async_grpo.runtime.text import counted, one_line, without_password
 
 
 def sync_all(run_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Send every tracker the rest, also where one fails. say: told lines. Raises RunError."""
-    failed = None
+    """Send all of them the rest, also where one fails. say: told lines. Raises RunError."""
+    failed: SetupError | None = None
     kinds = [kind for kind in KINDS if Outbox(run_dir, kind.title).state.is_file()]
-    for kind in kinds or KINDS[:1]:
+    settings = read_settings(run_dir / "config.yaml").get("checkpoint", {})
+    work: list[Callable[[], list[str]]] = [partial(sync, run_dir, kind) for kind in kinds]
+    if (address := settings.get("mirror")) is not None:
+        work.append(partial(copy, run_dir, address, say=say))
+    for send in work or [partial(sync, run_dir)]:
         try:
-            for line in sync(run_dir, kind):
+            for line in send():
                 say(line)
-        except TrackingError as error:
+        except SetupError as error:
             if failed is not None:
                 say(str(failed))
             failed = error
     if failed is not None:
         raise failed
+
+
+def copy(run_dir: Path, address: str, *, say: Callable[[str], None]) -> list[str]:
+    """Copy what is new. Returns lines. Raises SetupError, also while the run is on."""
+    lock, mirror = RunLock(run_dir, lost=say), Mirror(address, run_dir, note=say)
+    lock.acquire(note=say, check=lambda: None)
+    try:
+        return [f"{counted(mirror.copy(), 'file')} copied to {mirror}"]
+    except RunError:
+        raise
+    except Exception as error:  # each storage has errors of its own
+        raise SetupError(f"{mirror} did not take everything ({one_line(error)})") from error
+    finally:
+        lock.release()
 
 
 def sync(run_dir: Path, kind: type[TrackerSink] = KINDS[0]) -> list[str]:
