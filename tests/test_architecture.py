@@ -95,6 +95,7 @@ LIBRARIES = {
     "learner.backend.deepspeed": "torch deepspeed transformers",
     "learner.forward_choice": "torch transformers numpy huggingface_hub",  # one of its errors
     "run.checkpoint": "",
+    "run.checkpoint.mirror": "fsspec",
     "tools.predict": "",
     "observe": "",
     "observe.tracking.mlflow_sink": "mlflow",

@@ -368,7 +368,7 @@ def overrides(kind, monkeypatch, *, compiler):
     monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(installer, "can_compile", lambda: compiler)
     installer.install_packages(kind, PINS, installer.Sources())
-    assert f".[{kind},tasks,agents,trackers,tune,real,dev]" in commands[0]
+    assert f".[{kind},tasks,agents,trackers,storage,tune,real,dev]" in commands[0]
     return re.findall(r"^[\w-]+", (installer.VENV / "overrides.txt").read_text(), re.MULTILINE)
 
 
@@ -497,6 +497,7 @@ def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
         *PINS["extras"]["tasks"],
         *PINS["extras"]["agents"],
         *PINS["extras"]["trackers"],
+        *PINS["extras"]["storage"],
         *PINS["extras"]["tune"],
         *PINS["extras"]["real"],
         *PINS["extras"]["dev"],

@@ -293,6 +293,7 @@ def wires() -> list[Wire]:
         ],
         Wire("run.epochs", 3, ran, {**given, **data}, against=2),
         Wire("checkpoint.max_failures", 1, unsaved, {**given, "checkpoint.every_steps": 1}),
+        Wire("checkpoint.mirror", f"file://{workplace()}/copies", ran, given),
         Wire("tracking.offline_ok", True, unreached),
         Wire("tracking.metrics", "all", charts),
         Wire("tracking.also", ["tensorboard"], trackers),

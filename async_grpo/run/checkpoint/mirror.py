@@ -8,8 +8,8 @@ at the end. Hides the storage, which fsspec reaches:
 
     links to the files -> objects that are new -> mirror.json -> objects of the copy before removed
 
-Invariants: what mirror.json lists is whole, whenever the driver or the storage dies; no step, and no
-checkpoint, waits for the storage; one start of one run writes to a copy.
+Invariants: what mirror.json lists is whole, whenever the driver or the storage dies; no step and no
+checkpoint waits for the storage; one start of one run writes to a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILES = (
     *("config.yaml", "plan.json", "code.json", "code.diff", "metrics.jsonl", "samples.jsonl"),
     *("timeline.jsonl", "timeline.1.jsonl", "*_sent.json", "report/*", "post_mortem/*"),
 )
-"""What is copied besides checkpoints and journal; logs in before the journal, which may be newer."""
+"""What is copied besides checkpoints and journal."""
 STUCK_S = 60.0
 """How long the end of a run waits for a storage that takes nothing."""
 ANSWER_S = 10.0
@@ -47,8 +47,8 @@ _FIRST_RETRY_S, _LAST_RETRY_S, _POLL_S = 1.0, 60.0, 0.1
 
 Entry = dict[str, Any]
 Listed = dict[str, Any]
-"""`mirror.json`. run: key of the run. start: of the start that wrote it. number: of the copy. files:
-by name. stale: objects that are not of this copy, or not yet.
+"""`mirror.json`. run: key of the run. start: of the start that wrote it. number: of the copy.
+files: their entries. stale: objects that are not of this copy, or not yet.
 """
 
 
@@ -84,8 +84,8 @@ class Mirror:
         self._thread.start()
 
     def ready(self, check: Callable[[], None]) -> str:
-        """Wait a while for the storage; a line that says where the copy is. check: called meanwhile.
-        Raises MirrorTaken.
+        """Wait a while for the storage; a line that says where the copy is. check: called
+        meanwhile. Raises MirrorTaken.
         """
         until = time.monotonic() + ANSWER_S
         while not self._answered.wait(_POLL_S) and time.monotonic() < until:
@@ -103,7 +103,7 @@ class Mirror:
         self._wake.set()
 
     def finish(self, *, limit_s: float) -> str:
-        """Copy the rest, as long as the storage takes it, `limit_s` at most; "", or what is wrong."""
+        """Copy the rest, while the storage takes it, `limit_s` at most; "", or what is wrong."""
         if self._thread.ident is None:
             return ""
         self._moved_at, until = time.monotonic(), time.monotonic() + limit_s
@@ -120,8 +120,8 @@ class Mirror:
         )
 
     def copy(self) -> int:
-        """Make the copy what the run directory is now; how many files were sent. Raises MirrorTaken,
-        and what the storage raises.
+        """Make the copy what the run directory is now; how many files were sent. Raises
+        MirrorTaken, and what the storage raises.
         """
         storage, root = _reach(self.address)
         listed = self._listed(storage, root)
@@ -158,14 +158,14 @@ class Mirror:
     def _listed(self, storage: Any, root: str) -> Listed:
         """Read what the copy is, and look whose it is."""
         key = _key(self._run_dir)
-        none = {"run": key, "start": self._start, "number": 0, "files": {}, "stale": []}
+        none: Listed = {"run": key, "start": self._start, "number": 0, "files": {}, "stale": []}
         listed = _read(storage, root) or none
         if listed["run"] != key:
             raise MirrorTaken(
                 f"{self} has the copy of another run: set another checkpoint.mirror or run.dir, "
                 f"or go on with that run: checkpoint.resume={self}"
             )
-        self._writer = self._writer or listed["start"]
+        self._writer = self._writer or str(listed["start"])
         if listed["start"] != self._writer:
             raise MirrorTaken(f"another start of this run writes to {self} now")
         self._answered.set()
@@ -186,7 +186,7 @@ class Mirror:
         """Hold what there is, by names: as links, so that nothing is removed meanwhile."""
         folder = self._run_dir / "mirror.tmp"
         shutil.rmtree(folder, ignore_errors=True)
-        held = {}
+        held: dict[str, Path] = {}
         try:
             for path in _present(self._run_dir):
                 name, link = str(path.relative_to(self._run_dir)), folder / str(len(held))
@@ -262,8 +262,9 @@ def check_addresses(*addresses: str | None) -> None:
         try:
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
         except (ValueError, ImportError) as error:
-            hint = "pip install 'async_grpo[storage]'" if address.startswith("s3") else "see fsspec"
-            raise SetupError(f"{without_password(address)}: {first_line(error)} ({hint})") from error
+            hint = " (pip install 'async_grpo[storage]')" * address.startswith("s3")
+            shown = without_password(address)
+            raise SetupError(f"{shown}: {first_line(error)}{hint}") from error
 
 
 def fetch(

@@ -56,9 +56,7 @@ def add_step(run_dir: Path, step: int, *, keep: int = 2) -> None:
 
 def contents(run_dir: Path) -> dict[str, bytes]:
     """What of a run directory a copy has."""
-    return {
-        str(path.relative_to(run_dir)): path.read_bytes() for path in mirror._present(run_dir)
-    }
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in mirror._present(run_dir)}
 
 
 def objects(address: str) -> set[str]:
@@ -303,7 +301,7 @@ def test_what_is_pruned_or_appended_meanwhile_is_copied_as_it_was(
     assert found["metrics.jsonl"].startswith(before["metrics.jsonl"])
 
 
-Fault = Callable[[Path], None]
+Fault = Callable[[Path], object]
 FAULTS: dict[str, tuple[Fault, str]] = {
     "nothing there": (lambda far: (far / "mirror.json").unlink(), "mirror.json is missing"),
     "no JSON": (lambda far: (far / "mirror.json").write_text("{"), "cannot be brought"),
@@ -364,7 +362,7 @@ def test_a_fetch_that_was_cut_short_is_made_again_and_only_into_a_directory_with
 
 def test_storages_that_fsspec_does_not_have_are_refused_before_the_run() -> None:
     check_addresses(None, "file:///a", "memory://a", "s3://a/b")
-    with pytest.raises(SetupError, match="nowhere://a: .*nowhere"):
+    with pytest.raises(SetupError, match=r"nowhere://a: .*nowhere"):
         check_addresses("nowhere://a")
 
 
