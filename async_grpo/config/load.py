@@ -490,7 +490,7 @@ def preflight_files(config: Config) -> None:
                     f"({name}).\nChoose another run.name or run.dir, remove that directory, or "
                     "set checkpoint.resume=auto to continue it."
                 )
-    elif named and not os.path.exists(os.path.expanduser(named)):
+    elif named is not None and not os.path.exists(os.path.expanduser(named)):
         raise ConfigError(
             f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, the path of an "
             "existing checkpoint, or the address of a copy (scheme://...)."

@@ -148,8 +148,8 @@ def _finish(trainer: Trainer, console: Console) -> None:
     final_account = dict(goodput(loop.latest, scope=scope(trainer, "whole run")))
     rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
-    if trainer.uncopied:
-        raise CopyIncomplete(trainer.uncopied)
+    if trainer.mirror_error:
+        raise CopyIncomplete(trainer.mirror_error)
 
 
 def _evaluate_last(trainer: Trainer, console: Console) -> None:

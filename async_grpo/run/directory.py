@@ -42,7 +42,7 @@ class RunDirectory:
         self._taken: DirectoryTaken | None = None
 
     def take(
-        self, *, copied: str | None, note: Callable[[str], None], check: Callable[[], None]
+        self, *, note: Callable[[str], None], check: Callable[[], None], copied: str | None = None
     ) -> bool:
         """Take the directory, bring what it lacks from the address `copied`, and finish what
         another start had begun to replace there; whether what was read in it before may have

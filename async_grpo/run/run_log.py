@@ -41,7 +41,7 @@ class RunLog:
         self.gauges: Exported | None = None
         self.saver: Saver | None = None
         self.mirror: Mirror | None = None
-        self.uncopied = ""
+        self.mirror_error = ""
         """Why the copy of the run that has ended is not complete."""
         self.callbacks = Callbacks()
         self.reward_watch = RewardWatch()
@@ -144,9 +144,9 @@ class RunLog:
             report_on(config, self._console, tracker)
         tracker.finish(status)
         if self.mirror is not None:
-            self.uncopied = self.mirror.finish(limit_s=config.watchdog.step_timeout_s)
-            if self.uncopied:
-                self.error(self.uncopied)
+            self.mirror_error = self.mirror.finish(limit_s=config.watchdog.step_timeout_s)
+            if self.mirror_error:
+                self.error(self.mirror_error)
 
     def _look_for_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that no response is better than the others of its group."""

@@ -457,9 +457,9 @@ class Trainer:
         return self._stop_requested.is_set()
 
     @property
-    def uncopied(self) -> str:
+    def mirror_error(self) -> str:
         """Why the copy of a run that has ended (`checkpoint.mirror`) is not complete, or ""."""
-        return self._log.uncopied
+        return self._log.mirror_error
 
     @property
     def tracker(self) -> Tracker | None:

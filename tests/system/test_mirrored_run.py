@@ -88,11 +88,7 @@ def test_a_lost_machines_run_goes_on_from_its_copy(tmp_path: Path) -> None:
     there = tmp_path / "there" / "another"
     config = load_config(
         file,
-        [
-            f"checkpoint.resume=file://{far}",
-            f"run.dir={there}",
-            f"run.total_steps={begin + MORE}",
-        ],
+        [f"checkpoint.resume=file://{far}", f"run.dir={there}", f"run.total_steps={begin + MORE}"],
     )
     said = tmp_path / "second.txt"
     with open(said, "w") as out, Trainer(config, console=Console(out)) as trainer:
@@ -100,7 +96,7 @@ def test_a_lost_machines_run_goes_on_from_its_copy(tmp_path: Path) -> None:
         assert trainer.steps_done >= begin > 0
         trainer.train()
         trainer.save()
-    assert trainer.uncopied == "", said.read_text()
+    assert trainer.mirror_error == "", said.read_text()
     found = losses(there)
     both = [step for step in found if step in known]
     assert max(both) > begin, "a step that both machines trained"
