@@ -18,6 +18,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from async_grpo.errors import SetupError
+from async_grpo.errors import RunError, SetupError
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.runtime.storage import sha256
 from async_grpo.runtime.text import first_line, without_password
@@ -115,8 +116,8 @@ class Mirror:
                 self._error = self._error or "the storage is too slow, or does not answer"
                 break
         return self._error and (
-            f"the copy at {self} is not complete ({self._error}); the run is in {self._run_dir}; "
-            f"copy it with: async-grpo report --sync {self._run_dir}"
+            f"the copy at {self} is not complete ({self._error}); copy the rest with: "
+            f"async-grpo report --sync {shlex.quote(str(self._run_dir))}"
         )
 
     def copy(self) -> int:
@@ -285,7 +286,9 @@ def fetch(
         note(f"bringing {len(listed['files'])} files of {shown} to {run_dir}")
         for name, entry in listed["files"].items():
             _receive(storage, f"{root}/{entry['object']}", draft / _inside(name), entry, check)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except RunError:
+        raise
+    except Exception as error:  # each storage has errors of its own
         raise SetupError(
             f"{shown} cannot be brought: {type(error).__name__}: {first_line(error)}"
         ) from error
@@ -338,7 +341,9 @@ def _key(run_dir: Path) -> str:
     """Read the key of the run, by which its copies are known; make it where there is none."""
     path = run_dir / INDEX
     if not path.exists():
-        path.write_text(json.dumps({"run": uuid.uuid4().hex}), encoding="utf-8")
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"run": uuid.uuid4().hex}), encoding="utf-8")
+        os.replace(new, path)
     return str(json.loads(path.read_text(encoding="utf-8"))["run"])
 
 

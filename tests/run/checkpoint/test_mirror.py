@@ -336,6 +336,50 @@ def test_a_copy_that_is_not_whole_is_not_begun_with(
     assert not (there / "checkpoints").exists() and not (there / "journal").exists()
 
 
+def test_an_error_of_the_storage_itself_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(where: str) -> tuple[Any, str]:
+        raise LookupError("no credentials\nlook here")
+
+    monkeypatch.setattr(mirror, "_reach", away)
+    with pytest.raises(SetupError, match=r"s3://\*\*\*@a cannot be .*: no credentials$"):
+        fetch("s3://me:secret@a", tmp_path / "there", note=unheard, check=nothing)
+
+
+def test_a_storage_of_one_kilobyte_a_second_does_not_hold_the_end(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach = mirror._reach
+    monkeypatch.setattr(mirror, "_CHUNK", 100)
+
+    class Trickling:
+        def __init__(self, storage: Any) -> None:
+            self.storage = storage
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.storage, name)
+
+        def open(self, name: str, mode: str) -> Any:
+            file = self.storage.open(name, mode)
+            write = file.write
+            file.write = lambda data: (time.sleep(0.1), write(data))[1]
+            return file
+
+    def trickling(where: str) -> tuple[Any, str]:
+        storage, root = reach(where)
+        return Trickling(storage), root
+
+    monkeypatch.setattr(mirror, "_reach", trickling)
+    copy = Mirror(f"memory://{uuid.uuid4().hex}", run_dir, note=unheard)
+    copy.begin()
+    copy.ready(nothing)
+    began = time.monotonic()
+    assert "the storage is too slow" in copy.finish(limit_s=0.5)
+    assert time.monotonic() - began < 10
+    assert copy._thread.is_alive(), "it goes on as long as the process does"
+
+
 def test_a_fetch_that_was_cut_short_is_made_again_and_only_into_a_directory_without_past(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
