@@ -91,7 +91,7 @@ def test_a_lost_machines_run_goes_on_from_its_copy(tmp_path: Path) -> None:
         [f"checkpoint.resume=file://{far}", f"run.dir={there}", f"run.total_steps={begin + MORE}"],
     )
     said = tmp_path / "second.txt"
-    with open(said, "w") as out, Trainer(config, console=Console(out)) as trainer:
+    with open(said, "w") as second, Trainer(config, console=Console(second)) as trainer:
         trainer.start()
         assert trainer.steps_done >= begin > 0
         trainer.train()

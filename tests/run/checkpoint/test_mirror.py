@@ -363,7 +363,12 @@ def test_a_storage_of_one_kilobyte_a_second_does_not_hold_the_end(
         def open(self, name: str, mode: str) -> Any:
             file = self.storage.open(name, mode)
             write = file.write
-            file.write = lambda data: (time.sleep(0.1), write(data))[1]
+
+            def slowly(data: bytes) -> Any:
+                time.sleep(0.1)
+                return write(data)
+
+            file.write = slowly
             return file
 
     def trickling(where: str) -> tuple[Any, str]:
