@@ -85,7 +85,7 @@ setup(
     else {},
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["async_grpo", "async_grpo.*"]),
-    package_data={"async_grpo": ["py.typed"]},
+    package_data={"async_grpo": ["py.typed", "tools/watch/page.html"]},
     cmdclass={"build_py": BuildWithRecipes},
     install_requires=packages["base"],
     extras_require=packages["extras"],

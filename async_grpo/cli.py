@@ -32,6 +32,7 @@ VERBS = {
     "check": ("async_grpo.tools.check.command", "say what a run would be, and start nothing"),
     "predict": ("async_grpo.tools.predict.command", "predict throughput, idle time and staleness"),
     "status": ("async_grpo.tools.status", "show how a run is doing, from another shell"),
+    "watch": ("async_grpo.tools.watch.command", "show runs in a browser, live, side by side"),
     "report": ("async_grpo.tools.report.command", "write a run's report, a page with pictures"),
     "inspect": ("async_grpo.tools.inspect.command", "show what became of a run's groups"),
     "retrain": ("async_grpo.run.retrain", "train the learner alone on a run's recorded batches"),

@@ -105,6 +105,7 @@ LIBRARIES = {
     "observe.console.panel": "rich",
     "tools.report": "matplotlib",
     "tools.report.launch": "",
+    "tools.watch.command": "starlette uvicorn",
     "contrib.warm_start": "torch",
     "contrib.warm_start.model": "torch tokenizers transformers safetensors",
     "run.preflight": "",

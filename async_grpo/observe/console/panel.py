@@ -110,11 +110,11 @@ def panel(
     """Draw the panel for a terminal of `width` x `height`, or one line where it is too low."""
     wide, width = max(1, min(width, WIDEST)), max(1, min(width, WIDEST_TEXT))
     if height < COMPACT_ROWS:
-        return _fit(Text(_headline(facts, now, bar=0)), width)
+        return _fit(Text(headline(facts, now, bar=0)), width)
     lines = [_fit(Text(visible(title), style="dim"), width)] if title else []
     bar = 0 if width < 60 else max(BAR_CELLS, wide - HEADLINE_CELLS)
-    lines.append(_fit(Text(_headline(facts, now, bar=bar), style="bold"), wide))
-    for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (wide - 44) // 2))):
+    lines.append(_fit(Text(headline(facts, now, bar=bar), style="bold"), wide))
+    for label, text, style in rows(facts, now, cells=max(4, min(CURVE_CELLS, (wide - 44) // 2))):
         room = max(1, (wide if label == "reward" else width) - LABEL_CELLS)
         folds = label == "bottleneck" or (label != "reward" and height >= ROOMY_ROWS)
         parts = Text(visible(text), style=style).wrap(
@@ -125,7 +125,8 @@ def panel(
     return Group(*lines[: height - 1])
 
 
-def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
+def headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
+    """Say how far the run is; bar: cells of its bar."""
     step, total, phase = facts["step"], facts["total"], facts["phase"]
     parts = []
     if total:
@@ -142,8 +143,8 @@ def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
     return "  ".join(parts)
 
 
-def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, text, style) of the lines for which something is known."""
+def rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, text, style) of the lines for which something is known. cells: of a curve."""
     metrics, evaluations = facts["metrics"], facts["evaluations"]
     curves = []
     if facts["reward"]:

@@ -68,7 +68,9 @@ class RunData:
     directory: Path
     config: dict[str, Any]
     rows: list[MetricsRow] = field(default_factory=list)
-    """Learner steps, thinned; the last one is always there."""
+    """Learner steps, one in `stride`; of a run that was read whole, the last one too."""
+    stride: int = 1
+    newest: MetricsRow | None = None
     evaluations: list[MetricsRow] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     """The newest value of what only grows or is a state, from whichever line has it."""
@@ -100,10 +102,33 @@ class RunData:
         """The learner's time in all starts, without the pauses between them."""
         return self.seconds_before + self.learner_time.total
 
-    def count(self, row: MetricsRow, before: MetricsRow | None) -> None:
-        """Add a learner step to the start that it belongs to; one whose clock has gone back begins
-        another.
-        """
+    def take(self, line: bytes) -> None:
+        """Add a line of METRICS; one that is none of a run is left out."""
+        row = _row(line)
+        if row is None:
+            return
+        self.totals.update(
+            (name, value) for name, value in row.values.items() if name.startswith(_TOTALS)
+        )
+        if any(name.startswith("eval/") for name in row.values):
+            self.evaluations = [*_before(row, self.evaluations), row]
+        if "checkpoint/seconds" in row.values:
+            self.checkpoints = [*self.checkpoints, row][-ROWS:]
+        if "time/step" not in row.values:
+            return
+        if self.newest is not None and row.step <= self.newest.step:  # taken back from here on
+            self.rows = _before(row, self.rows)
+            self.evaluations = _before(row, self.evaluations)
+        self._count(row, self.newest)
+        self.newest = row
+        if row.step % self.stride == 0 or not self.rows:
+            self.rows.append(row)
+        if len(self.rows) > ROWS:
+            self.stride *= 2
+            self.rows = [kept for kept in self.rows if kept.step % self.stride == 0]
+
+    def _count(self, row: MetricsRow, before: MetricsRow | None) -> None:
+        """Add a learner step to its start; one whose clock has gone back begins another."""
         if before is None or any(
             row.values.get(name, 0.0) < seconds
             for name, seconds in before.values.items()
@@ -160,33 +185,10 @@ def read_run(run_dir: Path) -> RunData:
             "logged yet"
         )
     data = RunData(run_dir, read_settings(run_dir / "config.yaml"))
-    stride = 1
-    newest: MetricsRow | None = None
     for line in _lines(run_dir / METRICS):
-        row = _row(line)
-        if row is None:
-            continue
-        data.totals.update(
-            (name, value) for name, value in row.values.items() if name.startswith(_TOTALS)
-        )
-        if any(name.startswith("eval/") for name in row.values):
-            data.evaluations = [*_before(row, data.evaluations), row]
-        if "checkpoint/seconds" in row.values:
-            data.checkpoints = [*data.checkpoints, row][-ROWS:]
-        if "time/step" not in row.values:
-            continue
-        if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
-            data.rows = _before(row, data.rows)
-            data.evaluations = _before(row, data.evaluations)
-        data.count(row, newest)
-        newest = row
-        if row.step % stride == 0 or not data.rows:
-            data.rows.append(row)
-        if len(data.rows) > ROWS:
-            stride *= 2
-            data.rows = [kept for kept in data.rows if kept.step % stride == 0]
-    if newest is not None and (not data.rows or data.rows[-1] is not newest):
-        data.rows.append(newest)
+        data.take(line)
+    if data.newest is not None and (not data.rows or data.rows[-1] is not data.newest):
+        data.rows.append(data.newest)
     data.samples = list(_samples(run_dir / SAMPLES))
     data.events = list(read_timeline(run_dir))
     with suppress(OSError):  # a run from before there was this file
