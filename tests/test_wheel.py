@@ -65,9 +65,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_a_wheel_holds_the_package_and_its_recipes(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "async_grpo").rglob("*.py")}
-    assert held == modules | {"async_grpo/py.typed"} | {
-        f"async_grpo/recipes/{name}" for name in RECIPES
-    }
+    others = {"async_grpo/py.typed", "async_grpo/tools/watch/page.html"}
+    assert held == modules | others | {f"async_grpo/recipes/{name}" for name in RECIPES}
     for name, path in RECIPES.items():
         assert wheel.read(f"async_grpo/recipes/{name}") == path.read_bytes()
 
