@@ -160,6 +160,18 @@ def test_what_a_page_has_is_what_a_plain_reading_finds(
     assert often.fresh < 100, "most looks are of a file that grew"
 
 
+def test_steps_that_were_taken_back_are_gone_with_their_evaluations(tmp_path: Path) -> None:
+    path, page = tmp_path / "metrics.jsonl", Page(FollowedRun(tmp_path, METRICS))
+    evaluated = line(3, 3.5, eval__accuracy_greedy=0.75)
+    path.write_bytes(b"".join(learned(step, step) for step in (1, 2, 3)) + evaluated)
+    page.poll()
+    with open(path, "ab") as file:
+        file.write(learned(3, 9.0, 0.125))
+    page.poll()
+    assert page.points == [[1, "0.5", "nan"], [2, "0.5", "nan"], [3, "0.125", "nan"]]
+    assert page.fresh == 2
+
+
 def test_a_file_that_grows_is_sent_and_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
