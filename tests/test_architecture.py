@@ -103,6 +103,7 @@ LIBRARIES = {
     "observe.tracking.system_metrics": "mlflow",
     "observe.console.console": "rich",
     "observe.console.panel": "rich",
+    "tools.hub": "huggingface_hub",
     "tools.report": "matplotlib",
     "tools.report.launch": "",
     "tools.watch.command": "starlette uvicorn",

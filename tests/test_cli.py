@@ -137,7 +137,7 @@ def test_a_verb_that_takes_a_run_takes_the_newest(
     for verb in ("status", "inspect", "report", "retrain", "export", "eval", "serve"):
         parser = Parser(prog=verb)
         importlib.import_module(cli.VERBS[verb][0]).arguments(parser)
-        given = vars(parser.read(["out"] if verb == "export" else []))
+        given = vars(parser.read(["--push", "a/b"] if verb == "export" else []))
         found = given.get("run_dir") or given.get("checkpoint") or given.get("source")
         assert str(found) == "runs", verb
     assert cli.main(["status"]) == 2

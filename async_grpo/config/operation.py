@@ -82,6 +82,10 @@ class Checkpoint(Section):
     """Address (`s3://bucket/runs`, `gs://`, `file://`, any of fsspec; extra `storage` for S3) under
     which the run directory is copied after each checkpoint, beside training; null: nowhere.
     """
+    push: str | None = None
+    """Repository of the Hugging Face hub, `owner/name`, that gets the final model when training has
+    ended; it is made private, unless it is there. null: none.
+    """
 
     @property
     def named(self) -> str | None:

@@ -31,7 +31,9 @@ def arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; the exit code."""
     from async_grpo.cluster.watchdog import watched
+    from async_grpo.errors import CopyIncomplete
     from async_grpo.run.ending import stuck
+    from async_grpo.runtime.parts import needed
     from async_grpo.runtime.stopping import grace_period
 
     with command(lambda: read_config(options.config, options.settings)) as this:
@@ -50,7 +52,14 @@ def run(options: argparse.Namespace) -> int:
                 with _keeping_what_was_learnt(trainer, this.console):
                     for _ in trainer.steps():
                         pass  # callbacks, console and tracker have what there is to say
-                _finish(trainer, this.console)
+                rows = _finish(trainer, this.console)
+            stopped, name = trainer.stop_requested, trainer.config.checkpoint.push
+            if name is not None and not stopped:  # devices and directory are free by now
+                this.console.info(f"pushing the final model to {name}")
+                rows.append(needed("hub", "`checkpoint.push`").push_at_end(trainer.run_dir, name))
+            this.console.summary("stopped early, resumable" if stopped else "finished", rows)
+            if trainer.mirror_error:
+                raise CopyIncomplete(trainer.mirror_error)
     return this.code
 
 
@@ -129,9 +138,8 @@ def _keeping_what_was_learnt(trainer: Trainer, console: Console) -> Iterator[Non
         raise
 
 
-def _finish(trainer: Trainer, console: Console) -> None:
-    """Save and evaluate what was learnt, and say what came out."""
-    from async_grpo.errors import CopyIncomplete
+def _finish(trainer: Trainer, console: Console) -> list[tuple[str, str]]:
+    """Save and evaluate what was learnt, and end the run; the rows that say what came out."""
     from async_grpo.observe.tracking.tracker import log_model
     from async_grpo.run.summary import described, goodput, scope, summarise
 
@@ -146,10 +154,7 @@ def _finish(trainer: Trainer, console: Console) -> None:
     trainer.stop("FINISHED", ending=(0, ""))
     # nothing is under way any more
     final_account = dict(goodput(loop.latest, scope=scope(trainer, "whole run")))
-    rows = [(label, final_account.get(label, text)) for label, text in rows]
-    console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
-    if trainer.mirror_error:
-        raise CopyIncomplete(trainer.mirror_error)
+    return [(label, final_account.get(label, text)) for label, text in rows]
 
 
 def _evaluate_last(trainer: Trainer, console: Console) -> None:

@@ -15,6 +15,7 @@ from async_grpo.errors import SetupError
 PARTS = {
     "forecast": "async_grpo.tools.predict.forecast:Forecast",  # what a run is expected to come to
     "report": "async_grpo.tools.report.launch:report_on",  # written at the end of a run
+    "hub": "async_grpo.tools.hub",  # pushes the final model
     "peers": "async_grpo.tools.migrate.peers:of_another",  # says what a peer's file becomes here
     "peer_names": "async_grpo.tools.migrate.answers",  # our settings by the names that peers give
     "peer_answer": "async_grpo.tools.migrate.answers:answer",  # what to do about a peer's key

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from async_grpo.errors import StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.run.running import RunningSystem
+from async_grpo.tools import hub
 from tests.support.verbs import train
 from tests.support.wiring import tiny_model
 from tests.wiring.run import doubles
@@ -121,6 +123,30 @@ def test_the_command_saves_and_evaluates_a_run_that_a_callback_finished(tmp_path
         ("evaluate", 4),
     ]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize(
+    ("what", "pushes"), [("nothing", True), ("finishes", True), ("signals", False)]
+)
+def test_the_command_pushes_what_was_trained_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, pushes: bool
+) -> None:
+    """A push that cannot even begin costs the run nothing."""
+    config = settings(tmp_path, callbacks={ASKED: {"what": what}})
+    (tmp_path / "c.yaml").write_text(dump(config))
+    fails = mock.Mock(side_effect=OSError(12, "Cannot allocate memory"))
+    push_at_end = hub.push_at_end
+    with (
+        doubles([]),
+        mock.patch.object(hub, "push_at_end", push_at_end),
+        mock.patch.object(hub.subprocess, "run", fails),
+    ):
+        assert train([str(tmp_path / "c.yaml"), "checkpoint.push=me/adder"]) == 0
+    said = capsys.readouterr().out
+    assert fails.called == pushes and said.count("pushing the final model to me/adder") == pushes
+    assert said.count("not on the hub") == said.count("Cannot allocate memory") == pushes
+    assert said.count(f"async-grpo export {tmp_path}/run --push me/adder --private") == pushes
+    assert said.rstrip().endswith("exit code 0: done, or stopped on request")
 
 
 def test_a_run_that_a_signal_ended_is_finished_and_says_that_it_was_stopped(

@@ -83,3 +83,14 @@ def test_a_checkpoint_by_another_name_into_the_current_directory(
     assert export([str(aside), "."]) == 0
     assert "model of step 4" in capsys.readouterr().out
     assert (tmp_path / "here" / "config.json").is_file()
+
+
+def test_one_word_is_where_to_and_the_newest_run_is_meant(tmp_path, capsys, monkeypatch) -> None:
+    saved(tmp_path / "runs" / "mine", 5)
+    (tmp_path / "runs" / "mine" / "status.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert export(["out"]) == 0
+    assert "model of step 5" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert export([]) == 2
+    assert "runs is there already" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from async_grpo.run.callbacks.base import Callback
 from async_grpo.run.checkpoint import saver as saver_module
 from async_grpo.run.preflight import architecture
 from async_grpo.runtime.storage import StorageFailure, Written
+from async_grpo.tools import hub
 from async_grpo.tools.report import launch
 from tests.support.models import write_model
 from tests.support.verbs import train
@@ -164,6 +165,8 @@ def doubles(seen: list[Any], *, disk: bool = True) -> Iterator[set[str]]:
             (saver_module, "code_version", dict),
             (tracker_module, "write_code_state", lambda _: []),
             (tracker_module, "tags", dict),
+            (hub, "push_at_end", lambda _, name: (seen.append(name), ("on the hub", name))[1]),
+            (hub, "check_target", lambda name: seen.append(f"may push to {name}")),
             (launch, "write_report", lambda _: (seen.append("report"), (None, ""))[1]),
             (warm_start_cache, "ensure_warm_start", warm),
             (tracker_module, "Tracker", partial(Tracker, kind=kind)),
@@ -277,6 +280,7 @@ def wires() -> list[Wire]:
         ("evaluation.max_samples", 4),
         ("checkpoint.every_steps", 2),
         ("checkpoint.keep", 1, {"checkpoint.every_steps": 2}),
+        ("checkpoint.push", "me/adder"),
         ("tracking.mlflow", False),
         ("tracking.uri", "http://localhost:1"),
         ("tracking.experiment", "another"),
