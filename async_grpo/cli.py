@@ -41,7 +41,7 @@ VERBS = {
     "serve": ("async_grpo.tools.serve.command", "serve a policy to an agent, and show episodes"),
     "migrate": ("async_grpo.tools.migrate.command", "convert a configuration of another system"),
     "recipes": ("async_grpo.config.recipes", "list the recipes"),
-    "doctor": ("async_grpo.tools.doctor", "say what this machine has, and what is missing"),
+    "doctor": ("async_grpo.tools.doctor.command", "say what this machine has, and what is missing"),
 }
 """Verb -> the module that has it, and what it does."""
 _SHORT = {*VERBS} - {"train", "retrain"}

@@ -127,7 +127,9 @@ LIBRARIES = {
     "agents": "pydantic",
     "contrib": "pydantic",
     "tools": "",
-    "tools.doctor": "torch",
+    "tools.doctor.machine": "torch packaging",
+    "tools.doctor.cluster": "ray",
+    "tools.doctor.services": "huggingface_hub httpx",  # the hub's client, and its errors
     "cli": "",
     "old_names": "",
     "__main__": "",

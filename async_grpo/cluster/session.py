@@ -199,22 +199,12 @@ class RaySession:
         """Ask every node with a GPU for the memory of its smallest one, in bytes; without the nodes
         that do not say in time.
         """
-        asked = {}
-        for node in self.nodes():
-            if node.gpus:
-                ask = _smallest_gpu.options(max_retries=0, **self.on_node(node.node_id))
-                asked[ask.remote()] = node.node_id
-        answers: dict[str, int] = {}
-        if not asked:
-            return answers
-        for answer in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]:
-            try:
-                found = ray.get(answer)
-            except ray.exceptions.RayError:
-                continue
-            if found is not None:
-                answers[asked[answer]] = found
-        return answers
+        nodes = [node for node in self.nodes() if node.gpus]
+        asked = [_smallest_gpu.options(max_retries=0, **self.on_node(n.node_id)) for n in nodes]
+        found = zip(
+            nodes, answers([one.remote() for one in asked], timeout_s=timeout_s), strict=True
+        )
+        return {node.node_id: nbytes for node, nbytes in found if isinstance(nbytes, int)}
 
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
@@ -484,6 +474,22 @@ def gpu_bytes() -> int | None:
 @ray.remote
 def _here() -> None:
     """Run on a node, which shows that it takes work."""
+
+
+def answers(calls: list[Any], *, timeout_s: float) -> list[Any]:
+    """Wait for remote calls together: their results, or an error in the place of each."""
+    ready, late = (
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s),
+        TimeoutError("too late"),
+    )
+    return [_answer(call) if call in ready[0] else late for call in calls]
+
+
+def _answer(call: Any) -> Any:
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayError as error:
+        return error
 
 
 async def settled(call: Awaitable[Any]) -> Any:

@@ -37,7 +37,7 @@ SAMPLE = 256
 """Prompts that are looked at, spread evenly over the problems."""
 SHOWN = 3
 """Prompts that are shown."""
-_TOKENIZERS = (
+TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
@@ -428,11 +428,11 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
 
     try:
         look_up = partial(cached_file, model, _raise_exceptions_for_missing_entries=False)
-        found = next((name for name in _TOKENIZERS if look_up(name) is not None), None)
-        if found == _TOKENIZERS[0]:
+        found = next((name for name in TOKENIZERS if look_up(name) is not None), None)
+        if found == TOKENIZERS[0]:
             return PreTrainedTokenizerFast.from_pretrained(model)
         if found is None:  # the library would make an empty one
-            raise FileNotFoundError(f"there is none of {', '.join(_TOKENIZERS)}")
+            raise FileNotFoundError(f"there is none of {', '.join(TOKENIZERS)}")
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
