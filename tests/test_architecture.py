@@ -129,7 +129,7 @@ LIBRARIES = {
     "tools": "",
     "tools.doctor.machine": "torch packaging",
     "tools.doctor.cluster": "ray",
-    "tools.doctor.services": "huggingface_hub httpx",  # the hub's client, and its errors
+    "tools.doctor.services": "huggingface_hub",
     "cli": "",
     "old_names": "",
     "__main__": "",

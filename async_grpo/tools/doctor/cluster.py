@@ -62,7 +62,7 @@ def examine(ask: Ask, host: str, port: int) -> Iterator[Finding]:
         ]
         if isinstance(found, Exception):
             fault = f"it cannot do a run's work: {one_line(found)}"
-            found, rows = [], [row("node", "?", True, fault, warns=False)]
+            found, rows = [], [row("node", "not known", True, fault, warns=False)]
         yield from ((node, *one[1:]) for one in [*found, *rows])
 
 

@@ -56,7 +56,9 @@ def each(looks: Mapping[str, Callable[[], Iterable[Finding] | None]]) -> Iterato
         except (SetupError, ValueError) as error:
             yield row(label, "refused", True, str(error), warns=False)
         except Exception as error:  # noqa: BLE001 - said, and the others follow
-            yield row(label, "?", True, f"{label}: it could not be looked at ({one_line(error)})")
+            yield row(
+                label, "not known", True, f"{label}: it could not be looked at ({one_line(error)})"
+            )
 
 
 def findings() -> list[Finding]:
@@ -173,7 +175,7 @@ def _environment() -> Iterable[Finding] | None:
     if {"http", "https"} & getproxies().keys() and not proxy_bypass("127.0.0.1"):
         how = "export no_proxy=localhost,127.0.0.1 (and the nodes)"
         faults.append(f"a run would look for its own processes at a proxy: {how}")
-    return [row("environment", "?", True, fault) for fault in faults] or None
+    return [row("environment", "to be changed", True, fault) for fault in faults] or None
 
 
 def _gpu() -> Iterator[Finding]:

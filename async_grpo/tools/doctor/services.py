@@ -38,8 +38,8 @@ def services(file: str, settings: list[str]) -> Iterator[Finding]:
 
 
 def _model(key: str, path: str) -> Iterator[Finding]:
-    from httpx import HTTPError
     from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError
 
     folder = Path(path).expanduser()
     here = folder.is_dir()

@@ -60,7 +60,7 @@ def test_every_node_has_the_rows_of_its_machine(nodes: Nodes, port: int) -> None
 def test_a_node_that_is_silent(nodes: Nodes, port: int) -> None:
     nodes.broken[cluster.findings] = TimeoutError("too late")
     [one] = [one for one in examined(nodes, port) if one[0] == "b"]
-    assert one == ("b", "node", "?", "it cannot do a run's work: too late", "error")
+    assert one == ("b", "node", "not known", "it cannot do a run's work: too late", "error")
 
 
 @pytest.mark.parametrize(("ahead", "shown"), [(7.25, "+7.2"), (-90.0, "-90.0")])

@@ -344,4 +344,7 @@ def test_a_look_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = list(machine.each({"gpu": broken, "fabric": lambda: None}))
     said = "gpu: it could not be looked at (CUDA out of memory)"
-    assert rows == [("", "gpu", "?", said, "warning"), ("", "fabric", "as it should be", "", "")]
+    assert rows == [
+        ("", "gpu", "not known", said, "warning"),
+        ("", "fabric", "as it should be", "", ""),
+    ]

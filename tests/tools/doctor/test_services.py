@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import huggingface_hub
 import pytest
 import yaml
 
 from async_grpo.tools.doctor import machine, services
+from tests.support.hub import serving
 
 Look = Callable[..., dict[str, str]]
 
@@ -74,21 +74,20 @@ def test_a_directory_that_is_no_model(look: Look, model: Path) -> None:
     assert ", which has no config.json; allowed is a directory of a Hugging Face model" in found
 
 
-def test_a_model_of_the_hub_that_does_not_answer(
-    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def model_info(_: object, name: str, *, timeout: float) -> object:
-        asked.append((name, timeout))
-        raise httpx.ConnectError("[Errno 101] Network is unreachable")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    found = look("model.path=nobody/nothing-of-that-name")
+def test_a_model_of_the_hub(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own client asks: a hub that has it, one that does not, and none."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     how = "name a directory, or see to HF_TOKEN, HF_HUB_OFFLINE and the network"
-    said = "`model.path` is nobody/nothing-of-that-name, not in the cache nor from the hub "
-    assert found == {"model.path": f"{said}([Errno 101] Network is unreachable): {how}"}
-    assert asked == [("nobody/nothing-of-that-name", services.HUB_S)]
+    with serving("some-body/model-one", {}) as hub:
+        address = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        assert look("model.path=some-body/model-one") == {}
+        said = look("model.path=some-body/model-two")["model.path"]
+        begin = "`model.path` is some-body/model-two, not in the cache nor from the hub ("
+        assert said.startswith(begin) and "404" in said and said.endswith(f"): {how}")
+    said = look("model.path=some-body/model-one")
+    begin = "`model.path` is some-body/model-one, not in the cache nor from the hub "
+    assert said == {"model.path": f"{begin}([Errno 111] Connection refused): {how}"}
 
 
 def test_a_model_in_the_cache_is_not_asked_for(
