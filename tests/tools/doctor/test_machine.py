@@ -193,6 +193,8 @@ def test_a_fabric_that_is_down_or_cannot_lock_memory(
     monkeypatch.setattr(machine.resource, "getrlimit", kinds.__getitem__)
     said = "8 MiB of memory can be locked, and InfiniBand needs more: ulimit -l unlimited"
     assert faults(machine._limits()) == {said: "warning"}
+    monkeypatch.setattr(machine, "INFINIBAND", roomy / "nowhere")
+    assert faults(machine._limits()) == {}
 
 
 def test_a_disk_that_is_full_slow_or_closed(roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +90,17 @@ def test_a_model_of_the_hub(look: Look, monkeypatch: pytest.MonkeyPatch) -> None
     said = look("model.path=some-body/model-one")
     begin = "`model.path` is some-body/model-one, not in the cache nor from the hub "
     assert said == {"model.path": f"{begin}([Errno 111] Connection refused): {how}"}
+
+
+def test_a_hub_that_is_silent_is_left(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(services, "HUB_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        begun = time.monotonic()
+        assert "timed out" in look("model.path=some-body/model-one")["model.path"]
+        assert time.monotonic() - begun < 3
 
 
 def test_a_model_in_the_cache_is_not_asked_for(
