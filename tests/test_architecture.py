@@ -100,6 +100,7 @@ LIBRARIES = {
     "observe": "",
     "observe.tracking.mlflow_sink": "mlflow",
     "observe.tracking.tensorboard_sink": "tensorboard",
+    "observe.tracking.wandb_sink": "wandb",
     "observe.tracking.system_metrics": "mlflow",
     "observe.console.console": "rich",
     "observe.console.panel": "rich",

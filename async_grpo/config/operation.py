@@ -104,7 +104,7 @@ class Tracking(Section):
     on_resume = FREE
     mlflow: bool = True
     """Track the run in MLflow; off, MLflow is not even imported."""
-    also: list[Literal["tensorboard"]] = Field([])
+    also: list[Literal["tensorboard", "wandb"]] = Field([])
     """Other trackers, which get metrics, parameters, tags and samples (extra `trackers`)."""
     uri: str | None = None
     """MLflow tracking URI; null is a SQLite file in the run directory."""

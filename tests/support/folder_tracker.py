@@ -20,6 +20,7 @@ class Folder:
     """
 
     title = "Folder"
+    ends_last = False
 
     def __init__(self, uri: str | None, run_dir: Path) -> None:
         self.address = uri or str(run_dir / "folder")

@@ -53,25 +53,31 @@ class Delivery:
 
     def connect(self, run: TrackedRun) -> str:
         """Create or continue the run, and return its id. Its status goes before all else, to be
-        right even if time runs out.
+        right even if time runs out, unless the tracker has an end come last.
         """
         sink, asked, known = self.sink(run), run.asked, run.run_id
         run_id = run.run_id = known or sink.start(run)
         if known is None:
             self._save()
         if run.told != asked:
+            ends = sink.ends_last and run.status != "RUNNING"
             try:
-                sink.set_status(run_id, run.status, run.ended)
+                if ends:
+                    sink.log(run_id)
+                else:
+                    sink.set_status(run_id, run.status, run.ended)
             except Gone:  # another server than before, or a run that somebody deleted
                 self._outbox.forget(run)
                 if known is None:
                     raise
                 return self.connect(run)
-            run.told = asked  # what was set meanwhile is sent the next time
+            if not ends:
+                run.told = asked  # what was set meanwhile is sent the next time
         return run_id
 
-    def send(self, *, earlier: bool = True) -> None:
-        """Send what the tracker does not have, the newest run first, then `earlier` ones.
+    def send(self, *, earlier: bool = True, end: bool = True) -> None:
+        """Send what the tracker does not have, the newest run first, then `earlier` ones. end:
+        whether the newest gets nothing after this.
 
         Raises what the tracker raises, except for what it refuses for good; at the end OSError, if
         it could not be noted.
@@ -83,6 +89,10 @@ class Delivery:
                     if self._stop():
                         return
                     part(self.sink(run), run, run_id)
+                last = end or run is not self._outbox.runs[-1]
+                if last and run.told != (asked := run.asked) and not self._stop():
+                    self.sink(run).set_status(run_id, run.status, run.ended)
+                    run.told = asked
             except Gone:
                 run.told = 0  # `connect` is to find out whether the run is gone
                 raise

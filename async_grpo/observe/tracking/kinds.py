@@ -12,8 +12,9 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.tracking.mlflow_sink import MlflowSink, check_server
 from async_grpo.observe.tracking.sink import TrackerSink, TrackingError
 from async_grpo.observe.tracking.tensorboard_sink import TensorboardSink
+from async_grpo.observe.tracking.wandb_sink import WandbSink
 
-ALSO: dict[str, type[TrackerSink]] = {"tensorboard": TensorboardSink}
+ALSO: dict[str, type[TrackerSink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
 """Trackers beside MLflow, by their names in `tracking.also`, which are those of their packages."""
 KINDS: tuple[type[TrackerSink], ...] = (MlflowSink, *ALSO.values())
 

@@ -79,6 +79,7 @@ class MlflowSink:
     """See `TrackerSink`."""
 
     title = "MLflow"
+    ends_last = False
 
     def __init__(self, uri: str | None, run_dir: Path) -> None:
         """Set the address; without one it is a database in `run_dir`."""

@@ -177,7 +177,7 @@ class Sender:
         while time.monotonic() < self._deadline:  # else `finish` has given up
             self._wake.clear()
             last = self._finishing.is_set()  # read last: what comes now wakes again
-            sent = self._attempt()
+            sent = self._attempt(last=last)
             self._tried.set()
             if self._failure is not None:
                 return
@@ -193,7 +193,7 @@ class Sender:
                 self._finishing.wait(delay)
                 delay = min(2 * delay, _LAST_RETRY_S)
 
-    def _attempt(self) -> bool:
+    def _attempt(self, *, last: bool) -> bool:
         """Send once; return whether it went well."""
         try:
             self.outbox.open(resumed=self._resumed)
@@ -201,7 +201,7 @@ class Sender:
             self._tried.set()
             # Once: what is wrong with an earlier run must not hold up this one.
             earlier, self._earlier = self._earlier, False
-            self._delivery.send(earlier=earlier)
+            self._delivery.send(earlier=earlier, end=last)
         except Exception as error:  # noqa: BLE001 - counted and shown
             self._failures += 1
             before, self._last_error = self._last_error, one_line(error)

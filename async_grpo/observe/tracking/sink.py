@@ -64,6 +64,8 @@ class TrackerSink(Protocol):
     title: str
     """Its name for people; in lower case, for files."""
     address: str
+    ends_last: bool
+    """Whether nothing may follow the status of a run that ended."""
 
     def __init__(self, uri: str | None, run_dir: Path) -> None:
         """Set the address and reach nothing. uri: as in RunFacts."""

@@ -29,6 +29,7 @@ class TensorboardSink:
     """
 
     title = "TensorBoard"
+    ends_last = False
 
     def __init__(self, uri: str | None, run_dir: Path) -> None:
         """Set the directory."""
