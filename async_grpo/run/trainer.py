@@ -96,6 +96,8 @@ class Trainer:
         self._callbacks = given_callbacks(callbacks)
         self.finished: str | None = None
         """Why training ends before its last step, once `finish` was called."""
+        self.ending: tuple[int, str] | None = None
+        """Exit code and message of a run that failed, once it ends."""
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.model_notes: list[str] | None = None
         self.resumed_at = 0
@@ -421,6 +423,7 @@ class Trainer:
         """
         try:
             if self._started and self._running.system is not None:
+                self.ending = ending
                 self._log.callbacks.tell("on_end", status)
                 self._log.callbacks.deliver(self)
         finally:

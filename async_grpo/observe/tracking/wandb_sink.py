@@ -129,7 +129,7 @@ class WandbSink:
         """See `TrackerSink`: the table `samples`."""
         from wandb import Table
 
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
         data = [[row.get(column) for column in columns] for row in rows]
         self._run(run_id).summary["samples"] = Table(columns, data, allow_mixed_types=True)
 

@@ -13,7 +13,10 @@ from async_grpo.errors import SetupError
 from async_grpo.run.callbacks.base import Callback
 from async_grpo.runtime.text import first_line
 
-BUILT_IN = {"early_stopping": "async_grpo.run.callbacks.early_stopping:EarlyStopping"}
+BUILT_IN = {
+    "early_stopping": "async_grpo.run.callbacks.early_stopping:EarlyStopping",
+    "webhook": "async_grpo.run.callbacks.webhook:Webhook",
+}
 GONE = {"metric_stream": "metrics.jsonl has every line, and a custom callback can send them"}
 """Callbacks of earlier versions -> what does their work now."""
 
