@@ -8,6 +8,7 @@ import pty
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,8 +218,6 @@ def test_a_server_that_is_away_holds_up_nothing_and_gets_the_rest_later(
 
 def sender_threads_end() -> None:
     """Wait for senders that were given up."""
-    import threading
-
     for thread in threading.enumerate():
         if thread.name == sender.THREAD:
             thread.join(WITHIN_S)
@@ -259,10 +258,7 @@ print(notes[-1][:40], flush=True)
 """
 
 
-@pytest.mark.parametrize("ails", ["hangs", "500"])
-def test_a_process_ends_though_the_server_hangs(
-    tmp_path: Path, server: WandbServer, ails: str
-) -> None:
+def test_a_process_ends_though_the_server_hangs(tmp_path: Path, server: WandbServer) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         cwd=ROOT,
@@ -273,7 +269,7 @@ def test_a_process_ends_though_the_server_hangs(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        server.ails, begun = ails, time.monotonic()
+        server.ails, begun = "hangs", time.monotonic()
         out, err = process.communicate("\n", timeout=WITHIN_S)
     assert time.monotonic() - begun < WITHIN_S / 3
     assert process.returncode == 0 and "Traceback" not in err, err

@@ -1,16 +1,12 @@
-"""Weights & Biases as a tracker: its client, and a run in `wandb/` of the run's directory.
+"""Weights & Biases as a tracker: metrics, parameters, tags, samples and status, in `wandb/` too.
 
-Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides the client, which hands
-all on to a process of its own that keeps it in files and uploads it when it can.
+Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides wandb's client, whose own
+process uploads when it can. What that client cannot do: a clock that is set back loses rows until
+it has caught up, and what the server refuses for good is told in wandb's log alone.
 
-Invariants: nobody is asked for anything at the terminal; at the exit of this process the client's
-own ends too. What comes again changes nothing, since a row's time is its step of W&B, which takes
-no step before its last one, also of a run that goes on; so a run that this process did not begin
-is Gone, and is sent from its first row, and W&B's process may die at any time. Offline, where W&B
-does not know its last step, every start writes all rows, so that its newest directory is complete.
-
-What the client cannot do: a clock that is set back loses rows until it has caught up; an upload
-that the server refuses for good is told in W&B's own log alone.
+Invariants: nobody is asked for a key, and this process ends though an upload does not. What comes
+again changes nothing, since a row's time is its step there, and steps before the last are dropped;
+so a run that this process did not begin is Gone, and comes whole, offline into a new directory.
 """
 
 from __future__ import annotations
@@ -29,75 +25,52 @@ from async_grpo.observe.tracking.sink import Gone, Point, RunFacts
 if TYPE_CHECKING:
     from wandb import Run
 
-STEP = "learner_step"
-"""The metric over which W&B draws the others."""
+STEP = "learner_step"  # over which the others are drawn
 INIT_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 15.0
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
-_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}
-"""Unless the user has set it: the client sends nobody reports of its own."""
 
 
 class WandbSink:
-    """See `TrackerSink`. It gets metrics, parameters, tags, samples and the status; files and
-    models it does not have.
-    """
+    """See `TrackerSink`."""
 
-    title = "WandB"
-    ends_last = True
+    title, ends_last = "WandB", True
 
     def __init__(self, uri: str | None, run_dir: Path) -> None:
-        """Set the address, which is the environment's."""
+        """Set the address, which the environment has."""
         self.address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-        self._offline = os.environ.get("WANDB_MODE") == "offline"
-        self._run_dir, self._url = run_dir, ""
-        self._runs: dict[str, Run] = {}
-        self._unfinished: set[str] = set()
+        self._run_dir, self._where = run_dir, f" at {self.address}"
+        self._runs, self._unfinished = dict[str, "Run"](), set[str]()
 
     def where(self) -> str:
         """See `TrackerSink`."""
-        if self._offline:
-            latest = self._run_dir / "wandb" / "latest-run"
-            return f"; send it when it has ended: wandb sync {shlex.quote(str(latest))}"
-        return f" at {self._url or self.address}"
+        return self._where
 
     def start(self, run: RunFacts) -> str:
-        """See `TrackerSink`; without a key this raises what wandb says."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        """See `TrackerSink`."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Silent: nothing is printed, and nobody is asked.
-        wandb.setup(wandb.Settings(silent=True)).ensure_service()
+        wandb.setup(wandb.Settings(silent=True)).ensure_service()  # so that nothing is asked
         self._unfinished.add(run.key)
         atexit.register(self._let_go)  # after wandb's own hook, so it is called before that
+        own: dict[str, Any] = dict.fromkeys(("disable_git", "x_disable_stats"), True)
+        own |= {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": UPLOAD_TIMEOUT_S}
+        own |= {"console": "off", "save_code": False, "finish_timeout_raises": True}
+        to: dict[str, Any] = {"project": run.experiment, "id": run.key, "name": run.name}
+        to |= {"dir": self._run_dir, "resume": "allow", "reinit": "create_new"}
         try:
-            begun = wandb.init(
-                project=run.experiment,
-                id=run.key,
-                name=run.name,
-                dir=self._run_dir,
-                resume="allow",
-                reinit="create_new",
-                settings=wandb.Settings(
-                    console="off",
-                    disable_git=True,
-                    save_code=False,
-                    x_disable_stats=True,  # as `tracking.system_metrics` has them
-                    init_timeout=INIT_TIMEOUT_S,
-                    finish_timeout=UPLOAD_TIMEOUT_S,
-                    finish_timeout_raises=True,
-                ),
-            )
+            begun = wandb.init(**to, settings=wandb.Settings(**own))
         except Exception:
             self._let_go()
             raise
-        begun.define_metric(STEP, hidden=True)
         begun.define_metric("*", step_metric=STEP)
-        self._runs[run.key], self._url = begun, begun.url or ""
+        latest = shlex.quote(str(self._run_dir / "wandb" / "latest-run"))
+        self._where = f" at {begun.url}" if begun.url else f"; send it with: wandb sync {latest}"
+        self._runs[run.key] = begun
         return run.key
 
     def set_status(self, run_id: str, status: str, ended: int | None) -> None:
-        """See `TrackerSink`; an end waits until W&B has all, and raises TimeoutError if not."""
+        """See `TrackerSink`; an end waits for the upload, and raises TimeoutError."""
         run = self._run(run_id)
         if status != "RUNNING":
             del self._runs[run_id]
@@ -113,25 +86,23 @@ class WandbSink:
         tags: dict[str, str] | None = None,
         points: Sequence[Point] = (),
     ) -> None:
-        """See `TrackerSink`; parameters and tags are the run's config, since W&B's tags have no
-        values.
-        """
+        """See `TrackerSink`; parameters and tags are its config: its own tags have no values."""
         run = self._run(run_id)
-        pairs = (parameters or {}) | {f"tags.{name}": text for name, text in (tags or {}).items()}
-        if pairs:
+        named = {f"tags.{name}": text for name, text in (tags or {}).items()}
+        if pairs := (parameters or {}) | named:
             run.config.update(pairs, allow_val_change=True)
-        ordered = sorted(points, key=_place)  # rows of several threads may lie a millisecond off
-        for (when, step), row in groupby(ordered, key=_place):
-            values: dict[str, Any] = {point.name: point.value for point in row}
-            run.log(values | {STEP: step, "_timestamp": when / 1000}, step=when)
+        ordered = sorted(points, key=lambda point: point[2:])  # threads may overtake each other
+        for (when, step), row in groupby(ordered, key=lambda point: point[2:]):
+            values = {point.name: point.value for point in row}
+            run.log({**values, STEP: step, "_timestamp": when / 1000}, step=when)
 
     def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:
         """See `TrackerSink`: the table `samples`."""
         from wandb import Table
 
-        columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
-        data = [[row.get(column) for column in columns] for row in rows]
-        self._run(run_id).summary["samples"] = Table(columns, data, allow_mixed_types=True)
+        names: list[Any] = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [[row.get(name) for name in names] for row in rows]
+        self._run(run_id).summary["samples"] = Table(names, cells, allow_mixed_types=True)
 
     def put(self, run_id: str, path: Path, place: str) -> None:
         """Do nothing: files stay in the run's directory."""
@@ -140,14 +111,12 @@ class WandbSink:
         """Do nothing."""
 
     def _run(self, run_id: str) -> Run:
-        if run_id not in self._runs:
-            raise Gone(f"this process did not begin {run_id}")
-        return self._runs[run_id]
+        if run := self._runs.get(run_id):
+            return run
+        raise Gone(f"this process did not begin {run_id}")
 
     def _let_go(self) -> None:
-        """End W&B's process if it has not sent all: wandb's own exit waits for that, and a run that
-        could not be begun is in use there.
-        """
+        """Kill wandb's process with what it has not sent: its end would be waited for."""
         import wandb
 
         if self._unfinished and (process := (service := wandb.setup().ensure_service())._proc):
@@ -156,7 +125,3 @@ class WandbSink:
             process._process.kill()
             with suppress(ConnectionError, SystemExit):  # it cannot say goodbye
                 wandb.teardown()
-
-
-def _place(point: Point) -> tuple[int, int]:
-    return point.time, point.step

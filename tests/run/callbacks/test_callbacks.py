@@ -138,7 +138,11 @@ def test_callbacks_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("early_stoping", {}, "there is no callback early_stoping; use early_stopping or webhook, or"),
+        (
+            "early_stoping",
+            {},
+            "there is no callback early_stoping; use early_stopping or webhook, or",
+        ),
         ("no_module:Any", {}, "no_module:Any cannot be made: ModuleNotFoundError"),
         (f"{__name__}:Nothing", {}, "cannot be made: AttributeError"),
         (f"{__name__}:NoCallback", {}, "is no subclass of async_grpo.Callback"),
