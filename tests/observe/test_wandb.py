@@ -244,9 +244,9 @@ def test_a_server_that_comes_back_gets_all_while_the_run_is_on(
 PROGRAM = """
 import sys
 from pathlib import Path
-from async_grpo.observe.tracking import sender
+from async_grpo.observe.tracking import sender, wandb_sink
 from tests.observe.test_wandb import tracker_in
-sender.FINISH_TIMEOUT_S = 1.0
+sender.FINISH_TIMEOUT_S, wandb_sink.UPLOAD_TIMEOUT_S = 1.0, 600.0
 tracker = tracker_in(Path(sys.argv[1]), notes := [])
 tracker.start()
 tracker.log(1, {"score": 0.1})

@@ -1,12 +1,10 @@
 """Weights & Biases as a tracker: metrics, parameters, tags, samples and status, in `wandb/` too.
 
-Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides wandb's client, whose own
-process uploads when it can. What that client cannot do: a clock that is set back loses rows until
-it has caught up, and what the server refuses for good is told in wandb's log alone.
-
-Invariants: nobody is asked for a key, and this process ends though an upload does not. What comes
-again changes nothing, since a row's time is its step there, and steps before the last are dropped;
-so a run that this process did not begin is Gone, and comes whole, offline into a new directory.
+Runs in: the tracker's sender thread, or `async-grpo report --sync`. Hides wandb's client. Where
+that falls short: a clock that is set back loses rows until it has caught up, and what the server
+refuses for good is told in wandb's log alone. Invariants: nobody is asked for a key, and no exit
+waits for an upload. What comes again changes nothing, since a row's time is its step, and there is
+none before the last; so a run that this process did not begin is Gone, and comes whole.
 """
 
 from __future__ import annotations
@@ -18,16 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.observe.tracking.sink import Gone, Point, RunFacts
 
-if TYPE_CHECKING:
-    from wandb import Run
-
-STEP = "learner_step"  # over which the others are drawn
-INIT_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 15.0
-_EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
+STEP, INIT_TIMEOUT_S, UPLOAD_TIMEOUT_S = "learner_step", 10.0, 15.0
 
 
 class WandbSink:
@@ -39,7 +32,7 @@ class WandbSink:
         """Set the address, which the environment has."""
         self.address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
         self._run_dir, self._where = run_dir, f" at {self.address}"
-        self._runs, self._unfinished = dict[str, "Run"](), set[str]()
+        self._runs, self._unfinished = dict[str, Any](), set[str]()
 
     def where(self) -> str:
         """See `TrackerSink`."""
@@ -53,9 +46,9 @@ class WandbSink:
         wandb.setup(wandb.Settings(silent=True)).ensure_service()  # so that nothing is asked
         self._unfinished.add(run.key)
         atexit.register(self._let_go)  # after wandb's own hook, so it is called before that
-        own: dict[str, Any] = dict.fromkeys(("disable_git", "x_disable_stats"), True)
-        own |= {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": UPLOAD_TIMEOUT_S}
-        own |= {"console": "off", "save_code": False, "finish_timeout_raises": True}
+        own: dict[str, Any] = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": UPLOAD_TIMEOUT_S}
+        own |= dict.fromkeys(("disable_git", "x_disable_stats", "finish_timeout_raises"), True)
+        own |= {"console": "off", "save_code": False}
         to: dict[str, Any] = {"project": run.experiment, "id": run.key, "name": run.name}
         to |= {"dir": self._run_dir, "resume": "allow", "reinit": "create_new"}
         try:
@@ -64,7 +57,7 @@ class WandbSink:
             self._let_go()
             raise
         begun.define_metric("*", step_metric=STEP)
-        latest = shlex.quote(str(self._run_dir / "wandb" / "latest-run"))
+        latest = shlex.quote(f"{self._run_dir}/wandb/latest-run")
         self._where = f" at {begun.url}" if begun.url else f"; send it with: wandb sync {latest}"
         self._runs[run.key] = begun
         return run.key
@@ -74,8 +67,8 @@ class WandbSink:
         run = self._run(run_id)
         if status != "RUNNING":
             del self._runs[run_id]
-            run.finish(_EXIT_CODES[status])
-            self._runs[run_id] = run
+            run.finish({"FINISHED": 0, "FAILED": 1, "KILLED": 255}[status])
+            self._runs[run_id] = run  # not if that failed
             self._unfinished.discard(run_id)
 
     def log(
@@ -88,13 +81,13 @@ class WandbSink:
     ) -> None:
         """See `TrackerSink`; parameters and tags are its config: its own tags have no values."""
         run = self._run(run_id)
-        named = {f"tags.{name}": text for name, text in (tags or {}).items()}
-        if pairs := (parameters or {}) | named:
+        pairs = (parameters or {}) | {f"tags.{key}": text for key, text in (tags or {}).items()}
+        if pairs:
             run.config.update(pairs, allow_val_change=True)
         ordered = sorted(points, key=lambda point: point[2:])  # threads may overtake each other
         for (when, step), row in groupby(ordered, key=lambda point: point[2:]):
-            values = {point.name: point.value for point in row}
-            run.log({**values, STEP: step, "_timestamp": when / 1000}, step=when)
+            own = {STEP: step, "_timestamp": when / 1000}
+            run.log(dict(point[:2] for point in row) | own, step=when)
 
     def show_samples(self, run_id: str, rows: list[dict[str, Any]]) -> None:
         """See `TrackerSink`: the table `samples`."""
@@ -110,10 +103,10 @@ class WandbSink:
     def register(self, run_id: str, model: str, place: str) -> None:
         """Do nothing."""
 
-    def _run(self, run_id: str) -> Run:
-        if run := self._runs.get(run_id):
-            return run
-        raise Gone(f"this process did not begin {run_id}")
+    def _run(self, run_id: str) -> Any:
+        if run_id not in self._runs:
+            raise Gone(f"this process did not begin {run_id}")
+        return self._runs[run_id]
 
     def _let_go(self) -> None:
         """Kill wandb's process with what it has not sent: its end would be waited for."""
