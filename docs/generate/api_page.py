@@ -55,6 +55,12 @@ SECTIONS = {
 """Heading -> what stands below it, and names by module (`*`: all that it defines, if the module is
 there), beside those of `async_grpo` itself."""
 
+OF_USE = {
+    "ActorManager": "deaths alive processes healthy_actor_ids foreach_actor generate add remove",
+    "LearnerGroup": "state logprobs get_weights pids",
+}
+"""Class that a run makes -> what of it is for its users."""
+
 _INTRODUCTION = """\
 # API
 
@@ -129,7 +135,7 @@ def _class(found: griffe.Class, shown: str) -> Iterator[str]:
     is_section = any(one.name == "Section" for one in chain)  # holds settings
     made = defining(found.all_members.get("__init__"))
     bases = ", ".join(str(base).replace("'", '"') for base in found.bases)
-    if isinstance(made, griffe.Function) and not is_section:
+    if isinstance(made, griffe.Function) and not is_section and found.name not in OF_USE:
         head = _signature(made, found.name).removesuffix(" -> None")
     else:
         head = f"{found.name}({bases})" if bases and not is_section else found.name
@@ -145,7 +151,8 @@ def _class(found: griffe.Class, shown: str) -> Iterator[str]:
         for member in one.members.values():
             if line := _member(member, dataclass="dataclass" in one.labels):
                 members.setdefault(member.name, line)
-    yield from _listed(members.values())
+    shown_ones = OF_USE.get(found.name, " ".join(members)).split()
+    yield from _listed(members[name] for name in shown_ones)
 
 
 def _member(member: griffe.Object, *, dataclass: bool) -> str:

@@ -94,7 +94,8 @@ class Mirror:
         self._told = True
         if self._taken:
             raise MirrorTaken(self._taken)
-        return f"copied to {self}; to go on from there: checkpoint.resume={self}"
+        now = "copied to" if self._answered.is_set() else "to be copied, once it answers, to"
+        return f"{now} {self}; to go on from there: checkpoint.resume={self}"
 
     def __str__(self) -> str:
         return without_password(self.address)

@@ -255,7 +255,7 @@ def test_a_storage_that_hangs_is_waited_for_at_the_end_only_and_told(
     copy = Mirror(f"memory://{uuid.uuid4().hex}", run_dir, note=unheard)
     copy.begin()
     began = time.monotonic()
-    assert "copied to" in copy.ready(nothing)
+    assert "to be copied, once it answers, to memory://" in copy.ready(nothing)
     for step in range(2, 6):
         add_step(run_dir, step)
         copy.wake()
