@@ -15,7 +15,7 @@ EXIT_MEANING = {
     2: "the configuration, an input file or the cluster's resources do not fit",
     3: "the data has no learning signal left, or too many groups failed",
     4: "too many process deaths, the death of a process that cannot be replaced, or failed "
-    "checkpoints",
+    "checkpoints or copies",
     5: "the run stalled: a wait reached its deadline",
     6: "wrong numbers: a loss or gradient that is not finite, an engine without the learner's "
     "weights, or a token that is too old",
@@ -55,12 +55,6 @@ class NoSignal(RunError):
 
 class FaultBudgetSpent(RunError):
     """A process died once too often or has no replacement, or checkpoints fail for good."""
-
-    exit_code = 4
-
-
-class CopyIncomplete(RunError):
-    """The run is done, and its copy at `checkpoint.mirror` is not."""
 
     exit_code = 4
 

@@ -481,7 +481,7 @@ def preflight_files(config: Config) -> None:
         if data is not None:
             _check_data(key, data)
     run_dir = Path(config.run.dir)
-    resume, named = config.checkpoint.resume, config.checkpoint.named
+    resume, named = config.checkpoint.resume, config.checkpoint.resume_path
     if resume == "never":
         for name in ("config.yaml", "checkpoints"):
             if os.path.exists(run_dir / name):

@@ -83,17 +83,17 @@ class Checkpoint(Section):
     which the run directory is copied after each checkpoint, beside training; null: nowhere.
     """
     push: str | None = None
-    """Repository of the Hugging Face hub, `owner/name`, that gets the final model when training has
-    ended; it is made private, unless it is there. null: none.
+    """Repository of the Hugging Face hub, `owner/name`, to which `async-grpo train` pushes the
+    final model; it is made private, unless it is there. null: none.
     """
 
     @property
-    def named(self) -> str | None:
+    def resume_path(self) -> str | None:
         """Checkpoint that `resume` names by its path."""
-        return None if self.resume in ("auto", "never") or self.copied else self.resume
+        return None if self.resume in ("auto", "never") or self.resume_address else self.resume
 
     @property
-    def copied(self) -> str | None:
+    def resume_address(self) -> str | None:
         """Address that `resume` names."""
         return self.resume if "://" in self.resume else None
 

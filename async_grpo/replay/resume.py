@@ -333,7 +333,7 @@ class JournalSettings:
         from async_grpo.config.resume import training_digest  # in the driver only
 
         checkpoint, asked = config.checkpoint, cls.reason
-        named = checkpoint.named is not None
+        named = checkpoint.resume_path is not None
         return cls(
             directory=str(Path(config.run.dir) / "journal"),
             start=start,

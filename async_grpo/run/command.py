@@ -31,12 +31,17 @@ def arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; the exit code."""
     from async_grpo.cluster.watchdog import watched
-    from async_grpo.errors import CopyIncomplete
     from async_grpo.run.ending import stuck
     from async_grpo.runtime.parts import needed
     from async_grpo.runtime.stopping import grace_period
 
-    with command(lambda: read_config(options.config, options.settings)) as this:
+    def config() -> Config:
+        read = read_config(options.config, options.settings)
+        if (target := read.checkpoint.push) is not None:
+            needed("hub", "`checkpoint.push`").check_target(target)
+        return read
+
+    with command(config) as this:
         if (trainer := this.trainer) is not None:
             if (line := grace_period()) is not None:
                 this.console.info(line)
@@ -58,8 +63,6 @@ def run(options: argparse.Namespace) -> int:
                 this.console.info(f"pushing the final model to {name}")
                 rows.append(needed("hub", "`checkpoint.push`").push_at_end(trainer.run_dir, name))
             this.console.summary("stopped early, resumable" if stopped else "finished", rows)
-            if trainer.mirror_error:
-                raise CopyIncomplete(trainer.mirror_error)
     return this.code
 
 

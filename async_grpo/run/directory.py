@@ -49,9 +49,10 @@ class RunDirectory:
         changed. note, check: as of `RunLock.acquire`. Raises SetupError where another run has it.
         """
         found = self._lock.acquire(note=note, check=check)
-        if copied is not None and mirror.fetch(copied, self.path, note=note, check=check):
-            return True
-        return checkpoint.finish_replacing(self.path) or found
+        if copied is not None:
+            mirror.fetch(copied, self.path, note=note, check=check)
+        changed = [found, mirror.settle(self.path), checkpoint.finish_replacing(self.path)]
+        return any(changed)
 
     def check_own(self) -> None:
         """Raise DirectoryTaken once another start has it."""

@@ -19,7 +19,6 @@ from typing import Any
 
 from async_grpo.errors import (
     EXIT_MEANING,
-    CopyIncomplete,
     FaultBudgetSpent,
     NonFinite,
     RunError,
@@ -45,13 +44,11 @@ def guarded(trainer, console: Console) -> Iterator[Ending]:
     try:
         try:
             yield ending
-            code = 0
+            code = FaultBudgetSpent.exit_code if trainer.mirror_error else 0  # said already
         except StopRequested:  # during the start
             trainer.stop("FINISHED")
             console.info(STOPPED_EARLY)
             code = 0
-        except CopyIncomplete as error:  # said already
-            code = error.exit_code
         done = True
     except Exception as error:  # noqa: BLE001 - every error ends the run, explained
         code, message = explained(error)

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     settings, source = options.settings, newest_run(Path(options.source)).resolve()
 
     def config() -> Config:
-        given = list(settings)
+        given = ["checkpoint.resume=auto", *settings]  # its own may be an address
         if options.config is None and not any(one.startswith("run.dir=") for one in given):
             given.append(f"run.dir={json.dumps(f'{source}-retrained')}")  # its name may be YAML
         return read_config(options.config or str(source / "config.yaml"), given)

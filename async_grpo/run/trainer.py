@@ -169,6 +169,9 @@ class Trainer:
             data=self._facts.fingerprint,
             listener=log,
         )
+        if (address := config.checkpoint.mirror) is not None:
+            log.mirror = Mirror(address, self.run_dir, note=console.info)
+            log.mirror.begin()
         with console.phase("joining Ray" if uses_cluster() else "starting Ray"):
             self._running.connect(config, note=console.info)
             config = self._running.find_room(config, model_dir, note=console.info)
@@ -183,15 +186,12 @@ class Trainer:
             resumed=manifest is not None or has_past(config),
             note=console.info,
         )
-        if (address := config.checkpoint.mirror) is not None:
-            log.mirror = Mirror(address, self.run_dir, note=console.info)
-            log.mirror.begin()
+        if log.mirror is not None:
+            console.info(log.mirror.ready(self._stop_requested.check))
         origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         console.info(*tracker.ready(check=self._stop_requested.check))
-        if log.mirror is not None:
-            console.info(log.mirror.ready(self._stop_requested.check))
         self._speed = SpeedWatch(
             config,
             max_num_seqs=self.system.max_num_seqs,
@@ -592,7 +592,7 @@ class Trainer:
         self.check()
         check_trackers(self.config)
         check_device(without_engines(self.config) if learner_only else self.config)
-        copied = self.config.checkpoint.copied
+        copied = self.config.checkpoint.resume_address
         note, check = self.console.info, self._stop_requested.check
         if self._directory.take(copied=copied, note=note, check=check):
             self.check()  # the run before may have gone on until now

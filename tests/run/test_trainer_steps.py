@@ -196,7 +196,10 @@ def test_a_callback_that_cannot_be_made_is_said_before_anything_starts(
     (tmp_path / "c.yaml").write_text(dump(settings(tmp_path, callbacks={"early_stop": {}})))
     with doubles([]):
         assert train([str(tmp_path / "c.yaml")]) == 2
-    assert "there is no callback early_stop; use early_stopping, or" in capsys.readouterr().out
+    assert (
+        "there is no callback early_stop; use early_stopping or webhook, or"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "run").exists()
 
 

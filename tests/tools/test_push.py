@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from async_grpo.config.load import load_config
+from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
 from async_grpo.run.checkpoint import directory as checkpoint
-from async_grpo.run.preflight.run_check import check_run
 from async_grpo.tools import hub as product
 from tests.support.models import write_model
 from tests.support.push_hub import LARGE, TOKEN, PushHub, Repository, taking_pushes
-from tests.support.verbs import export
+from tests.support.verbs import export, train
 
 STEPS, PROBLEMS, KEY = 40, 1319, "sk-of-a-task"
 LICENSE = "---\nlicense: other\nlicense_name: research\nlicense_link: LICENSE\n---\n# base\n"
@@ -252,23 +250,21 @@ def test_a_name_is_refused_before_the_hub_is_asked(hub, tmp_path, capsys, name: 
     assert hub.asked == []
 
 
-def test_a_run_begins_only_where_it_may_push(hub, tmp_path, monkeypatch) -> None:
-    model = write_model(tmp_path / "model", hidden=32)
+def test_a_run_begins_only_where_it_may_push(hub, tmp_path, monkeypatch, capsys) -> None:
+    file, model = tmp_path / "run.yaml", write_model(tmp_path / "model", hidden=32)
+    file.write_text(dump(settings(tmp_path, model, task={"name": "arithmetic"})))
 
-    def check(name: str) -> None:
-        task, target = {"name": "arithmetic"}, {"push": name}
-        check_run(settings(tmp_path, model, task=task, checkpoint=target), notes=[])
+    def refused(name: str, sentence: str) -> None:
+        assert train([str(file), f"checkpoint.push={name}"]) == 2
+        assert sentence in capsys.readouterr().out
+        assert not (tmp_path / "run").exists()
 
-    check("me/adder")
-    with pytest.raises(SetupError, match="'adder' is no repository of the hub"):
-        check("adder")
+    refused("adder", "'adder' is no repository of the hub")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SetupError, match="HF_HUB_OFFLINE forbids"):
-        check("me/adder")
+    refused("me/adder", "HF_HUB_OFFLINE forbids")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(SetupError, match="no token to push to me/adder: set HF_TOKEN"):
-        check("me/adder")
+    refused("me/adder", "no token to push to me/adder: set HF_TOKEN")
     assert hub.asked == []
 
 

@@ -112,7 +112,7 @@ class Marks(Callback):
 class Sink:
     """MLflow that takes everything, or is not `there`. `seen`: of which run; `charts`: points."""
 
-    title = "MLflow"
+    title, ends_last = "MLflow", False
     seen: ClassVar[list[Any]]
     charts: ClassVar[list[str]]
     there = True

@@ -7,7 +7,6 @@ seconds; failures are told once, and the address, which is a secret, never.
 
 from __future__ import annotations
 
-import difflib
 import json
 import threading
 import time
@@ -36,41 +35,38 @@ class Webhook(Callback):
     on_restore, on_evaluation = _tells("restore"), _tells("evaluation")
 
     def __init__(
-        self,
-        url_env: str | None = None,
-        url: str | None = None,
-        events: Sequence[str] = ("start", "fault", "alarm", "end"),
+        self, url_env: str, events: Sequence[str] = ("start", "fault", "alarm", "end")
     ) -> None:
-        """Take the address from the variable `url_env`, or as it is (then the run's files have it).
-        Raises ValueError or SetupError.
+        """Take the address, which no file may have, from the variable `url_env`. Raises ValueError
+        or SetupError.
         """
         for one in set(events) - set(EVENTS):
-            near = difflib.get_close_matches(one, EVENTS, n=1) or EVENTS
-            raise ValueError(f"there is no event {one}; is {' or '.join(near)} meant?")
-        if url_env is not None:
-            url = variables([url_env], "run.callbacks.webhook.url_env")[url_env]
-        if url is None or not url.startswith(("http://", "https://")):
+            raise ValueError(f"there is no event {one}, only {', '.join(EVENTS)}")
+        url = variables([url_env], "run.callbacks.webhook.url_env")[url_env]
+        if not url.startswith(("http://", "https://")):
             raise ValueError("url_env is to be the variable that has the address, http(s)://...")
         keep_secret([url])
         self._url, self._events = url, events
         self._queue = SimpleQueue[tuple[bytes, Callable[[str], None]] | None]()
-        self._thread = threading.Thread(target=self._run, name="async_grpo-webhook", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def on_end(self, trainer: Any, status: str) -> None:
         """Tell it, with the reason of a failure, and give what waits a few seconds."""
         self._tell(trainer, "end", status, *(trainer.ending or ())[1:], status=status)
-        self._queue.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(END_S)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(END_S)
 
     def _tell(self, trainer: Any, event: str, *details: Any, **more: str) -> None:
         if event not in self._events or self._queue.qsize() >= MOST_WAITING:
             return
         run, step = trainer.config.run.name, trainer.steps_done
-        text = hide(": ".join(map(str, (run, event, *details))))
+        text = hide(": ".join(map(str, filter(None, (run, event, *details)))))
         message = {"text": text, "run": run, "event": event, "step": step} | more
         self._queue.put((json.dumps(message).encode(), trainer.console.error))
-        if self._thread.ident is None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:

@@ -14,7 +14,6 @@ checkpoint waits for the storage; one start of one run writes to a copy.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import RunError, SetupError
@@ -33,7 +32,8 @@ from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.runtime.storage import sha256
 from async_grpo.runtime.text import first_line, without_password
 
-INDEX = "mirror.json"
+INDEX, OWN = "mirror.json", "run_key.json"
+HELD, FETCHED = "held.tmp", "fetched.tmp"
 FILES = (
     *("config.yaml", "plan.json", "code.json", "code.diff", "metrics.jsonl", "samples.jsonl"),
     *("timeline.jsonl", "timeline.1.jsonl", "*_sent.json", "report/*", "post_mortem/*"),
@@ -69,15 +69,11 @@ class Mirror:
         self.address = f"{address.rstrip('/')}/{run_dir.resolve().name}"
         self._run_dir, self._note = run_dir, note
         self._start = uuid.uuid4().hex
-        self._writer = ""
-        """The start whose copy is there: another one's at first, perhaps."""
         self._sent: dict[str, tuple[int, ...]] = {}
         """Object -> what `stat` said of the file that it is."""
         self._moved_at, self._error = time.monotonic(), ""
         self._answered, self._ending = threading.Event(), threading.Event()
         self._wake, self._taken = threading.Event(), ""
-        self._told = False
-        """Whether somebody was told what `ready` found."""
         self._thread = threading.Thread(target=self._run, name="async_grpo-mirror", daemon=True)
 
     def begin(self) -> None:
@@ -91,7 +87,6 @@ class Mirror:
         until = time.monotonic() + ANSWER_S
         while not self._answered.wait(_POLL_S) and time.monotonic() < until:
             check()
-        self._told = True
         if self._taken:
             raise MirrorTaken(self._taken)
         now = "copied to" if self._answered.is_set() else "to be copied, once it answers, to"
@@ -116,9 +111,12 @@ class Mirror:
             if time.monotonic() > min(until, self._moved_at + STUCK_S):
                 self._error = self._error or "the storage is too slow, or does not answer"
                 break
-        return self._error and (
-            f"the copy at {self} is not complete ({self._error}); copy the rest with: "
-            f"async-grpo report --sync {shlex.quote(str(self._run_dir))}"
+        return self._taken or (
+            self._error
+            and (
+                f"the copy at {self} is not complete ({self._error}); copy the rest with: "
+                f"async-grpo report --sync {shlex.quote(str(self._run_dir))}"
+            )
         )
 
     def copy(self) -> int:
@@ -145,7 +143,6 @@ class Mirror:
             listed |= {"number": number, "start": self._start}
             listed["stale"] = [*listed["stale"], *new.values()]
             _write(storage, root, listed)
-            self._writer = self._start
             for name, target in new.items():
                 files[name] = self._send(storage, root, held[name], target)
         used = {entry["object"] for entry in files.values()}
@@ -155,21 +152,28 @@ class Mirror:
         for name in listed["stale"]:
             with suppress(FileNotFoundError):
                 storage.rm_file(f"{root}/{name}")
+            self._moved_at = time.monotonic()
+        if listed["stale"]:
+            _write(storage, root, listed | {"stale": []})
         return len(new)
 
     def _listed(self, storage: Any, root: str) -> Listed:
-        """Read what the copy is, and look whose it is."""
-        key = _key(self._run_dir)
-        none: Listed = {"run": key, "start": self._start, "number": 0, "files": {}, "stale": []}
+        """Read what the copy is, and look whose it is; from then on it is this start's."""
+        own = _own(self._run_dir)
+        none: Listed = {"run": own["run"], "start": "", "number": 0, "files": {}, "stale": []}
         listed = _read(storage, root) or none
-        if listed["run"] != key:
+        if listed["run"] != own["run"]:
             raise MirrorTaken(
                 f"{self} has the copy of another run: set another checkpoint.mirror or run.dir, "
                 f"or go on with that run: checkpoint.resume={self}"
             )
-        self._writer = self._writer or str(listed["start"])
-        if listed["start"] != self._writer:
-            raise MirrorTaken(f"another start of this run writes to {self} now")
+        if listed["start"] not in own["starts"]:
+            raise MirrorTaken(
+                f"another start of this run has written to {self} since: go on from there "
+                f"(checkpoint.resume={self}, in a new run.dir), or set another checkpoint.mirror"
+            )
+        if self._start not in own["starts"]:  # first: it may be there and nobody have heard of it
+            _tell_own(self._run_dir, own["run"], listed["start"], self._start)
         self._answered.set()
         return listed
 
@@ -186,7 +190,7 @@ class Mirror:
     @contextmanager
     def _held(self) -> Iterator[dict[str, Path]]:
         """Hold what there is, by names: as links, so that nothing is removed meanwhile."""
-        folder = self._run_dir / "mirror.tmp"
+        folder = self._run_dir / HELD
         shutil.rmtree(folder, ignore_errors=True)
         held: dict[str, Path] = {}
         try:
@@ -197,10 +201,8 @@ class Mirror:
                     os.link(path, link)
                 except FileNotFoundError:
                     continue
-                except OSError as error:
-                    if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-                        raise
-                    link = path  # a file system without links
+                except OSError:  # of a file system without links, or another one's
+                    link = path
                 held[name] = link
             yield held
         finally:
@@ -236,8 +238,7 @@ class Mirror:
                 continue
             except MirrorTaken as error:
                 self._error = self._taken = str(error)
-                if self._told:
-                    self._note(f"warning: {error}; nothing is copied any more")
+                self._note(f"warning: {error}; nothing is copied")
                 self._answered.set()
                 return
             except Exception as error:  # noqa: BLE001 - shown; each storage has errors of its own
@@ -261,6 +262,8 @@ def check_addresses(*addresses: str | None) -> None:
     for address in filter(None, addresses):
         import fsspec
 
+        if "://" not in address:
+            raise SetupError(f"checkpoint.mirror is {address}, no address: scheme://...")
         try:
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
         except (ValueError, ImportError) as error:
@@ -271,34 +274,46 @@ def check_addresses(*addresses: str | None) -> None:
 
 def fetch(
     address: str, run_dir: Path, *, note: Callable[[str], None], check: Callable[[], None]
-) -> bool:
-    """Bring the copy at an address into a run directory that has no past; whether there was need.
+) -> None:
+    """Bring the copy at an address to a run directory that has no past; `settle` puts it in place.
     check: called meanwhile. Raises SetupError where the copy is not there, or not whole.
     """
-    draft = run_dir / "fetched.tmp"
-    if not draft.exists() and any((run_dir / name).exists() for name in ("checkpoints", "journal")):
-        return False
+    draft, shown = run_dir / "fetching.tmp", without_password(address.rstrip("/"))
+    if any((run_dir / name).exists() for name in (FETCHED, "checkpoints", "journal")):
+        note(f"{run_dir} has a past of its own: nothing is brought from {shown}")
+        return
     shutil.rmtree(draft, ignore_errors=True)
-    shown = without_password(address.rstrip("/"))
     try:
         storage, root = _reach(address.rstrip("/"))
         if (listed := _read(storage, root)) is None:
             raise SetupError(f"{shown} has no copy of a run: {INDEX} is missing")
         note(f"bringing {len(listed['files'])} files of {shown} to {run_dir}")
         for name, entry in listed["files"].items():
-            _receive(storage, f"{root}/{entry['object']}", draft / _inside(name), entry, check)
+            if ".." in name or name.startswith("/"):
+                raise ValueError(f"{INDEX} has the name {name!r}")
+            _receive(storage, f"{root}/{entry['object']}", draft / name, entry, check)
+        _tell_own(draft, listed["run"], listed["start"])
     except RunError:
         raise
     except Exception as error:  # each storage has errors of its own
         raise SetupError(
             f"{shown} cannot be brought: {type(error).__name__}: {first_line(error)}"
         ) from error
-    (draft / INDEX).write_text(json.dumps({"run": listed["run"]}), encoding="utf-8")
-    for path in draft.iterdir():
+    os.replace(draft, run_dir / FETCHED)
+
+
+def settle(run_dir: Path) -> bool:
+    """Put what `fetch` has brought in its place, and remove what a killed copy left; whether there
+    was something.
+    """
+    shutil.rmtree(run_dir / HELD, ignore_errors=True)
+    if not (whole := run_dir / FETCHED).exists():
+        return False
+    for path in whole.iterdir():
         if (target := run_dir / path.name).is_dir():
             shutil.rmtree(target)
         os.replace(path, target)
-    draft.rmdir()
+    whole.rmdir()
     return True
 
 
@@ -316,14 +331,6 @@ def _receive(
         raise OSError(f"{entry['object']} is damaged: it is not what {INDEX} says")
 
 
-def _inside(name: str) -> str:
-    """Return a name that stays in its directory. Raises ValueError."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{INDEX} has the name {name!r}")
-    return name
-
-
 def _present(run_dir: Path) -> Iterator[Path]:
     """List what a copy has: the journal last, which thereby has all that the others know of."""
     for step in checkpoint.steps(run_dir):
@@ -338,14 +345,17 @@ def _state(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _key(run_dir: Path) -> str:
-    """Read the key of the run, by which its copies are known; make it where there is none."""
-    path = run_dir / INDEX
-    if not path.exists():
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"run": uuid.uuid4().hex}), encoding="utf-8")
-        os.replace(new, path)
-    return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+def _own(run_dir: Path) -> dict[str, Any]:
+    """Read the key of the run, and the starts whose copy may be gone on with."""
+    if not (run_dir / OWN).exists():
+        _tell_own(run_dir, uuid.uuid4().hex, "")
+    return dict(json.loads((run_dir / OWN).read_text(encoding="utf-8")))
+
+
+def _tell_own(run_dir: Path, run: str, *starts: str) -> None:
+    new = run_dir / f"{OWN}.new"
+    new.write_text(json.dumps({"run": run, "starts": starts}), encoding="utf-8")
+    os.replace(new, run_dir / OWN)
 
 
 def _reach(address: str) -> tuple[Any, str]:

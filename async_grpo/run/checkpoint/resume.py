@@ -48,7 +48,7 @@ def find_checkpoint(
     damaged, or that the run begins anew. Raises SetupError for one that does not fit, and where
     damage would let the run begin anew. data: fingerprint of the training data.
     """
-    named, run_dir = config.checkpoint.named, Path(config.run.dir)
+    named, run_dir = config.checkpoint.resume_path, Path(config.run.dir)
     if config.checkpoint.resume == "never":
         return None, []
     if named is None:

@@ -169,12 +169,13 @@ class Saver:
             return
         self._report(draft, seconds=time.perf_counter() - draft.started)
         self.saved_at, self._in_a_row = draft.step, 0
-        self._listener.saved(draft.step, checkpoint.path_for(self._run_dir, draft.step))
         try:
             await asyncio.to_thread(checkpoint.prune, self._run_dir, self._settings.keep)
         except OSError as error:
             self._listener.error(f"old checkpoints could not be removed: {storage.reason(error)}")
-            return
+            forget = False
+        # Behind that: who copies it must not meet files that go.
+        self._listener.saved(draft.step, checkpoint.path_for(self._run_dir, draft.step))
         if forget and (oldest := await asyncio.to_thread(self._oldest_needed)) is not None:
             await parts.forget(segment=oldest[0], step=oldest[1])
 

@@ -20,7 +20,6 @@ from async_grpo.replay.resume import identity
 from async_grpo.run.checkpoint.mirror import check_addresses
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint, has_past
 from async_grpo.run.preflight.model import check_journal, check_metric, look
-from async_grpo.runtime.parts import needed
 from async_grpo.runtime.text import first_line, listed
 from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import Problems, TaskError, task_weights
@@ -57,7 +56,7 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
     try:
         preflight_files(config)
         addresses(config)
-        check_addresses(config.checkpoint.mirror, config.checkpoint.copied)
+        check_addresses(config.checkpoint.mirror, config.checkpoint.resume_address)
         variables(config.env_vars, "task.env_vars")
         task = load_tasks(config)
         check_concurrency(config, [one for _, one in parts_of(config, task)])
@@ -68,8 +67,6 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
                 if own.posed in awaited and not one.evaluation(1):
                     raise TaskError("`after` waits for its accuracy: it needs held-out problems")
         check_journal(config)
-        if config.checkpoint.push is not None:
-            needed("hub", "`checkpoint.push`").check_target(config.checkpoint.push)
         weights, order = reward_weights(config, task), ProblemOrder.of(config, task)
         evaluated = held_out(config, task)
         if notes is None:  # once: a trainer is checked more than once

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     for node, *_, fault, severity in filter(lambda one: one[-1], rows):
         print(f"{severity}: {f'{node}: ' if node else ''}{fault}")
     if not missing:
-        print("nothing is missing; next: async-grpo train quickstart")
+        print(f"nothing is missing; next: async-grpo train {file or 'quickstart'}")
     return SetupError.exit_code if missing else 0
 
 

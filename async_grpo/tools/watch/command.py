@@ -18,13 +18,14 @@ from async_grpo.config.command_line import RUN, RUNS, Parser
 from async_grpo.errors import SetupError
 
 DESCRIPTION = "Show runs in a browser, live and side by side, until Ctrl-C."
-LOOPBACK, PAGE = "127.0.0.1", Path(__file__).with_name("page.html")
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+PAGE = Path(__file__).with_name("page.html")
 _HEADERS = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
 
 
 def arguments(parser: Parser) -> None:
     """Take any number of runs, and where the page is."""
-    runs = f"directories of a run, or of runs: the newest of each (default: {RUNS})"
+    runs = f"run directories, or directories of runs: the newest in each (default: {RUNS})"
     parser.add_argument("run_dirs", metavar=RUN, nargs="*", type=Path, default=[RUNS], help=runs)
     parser.add_argument("--port", metavar="N", type=int, default=0, help="default: a free one")
     host = f"interface that it listens on; whoever reaches it may look (default: {LOOPBACK})"
@@ -65,4 +66,5 @@ def application(run_dirs: list[Path], host: str) -> Any:
         return responses.Response(seen, media_type="application/json", headers=_HEADERS)
 
     app = applications.Starlette(routes=[routing.Route("/", show), routing.Route("/data", data)])
-    return TrustedHostMiddleware(app, [host, LOOPBACK, "localhost"], www_redirect=False)
+    names = ["*"] if host == EVERYWHERE else [host, LOOPBACK, "localhost"]
+    return TrustedHostMiddleware(app, names, www_redirect=False)

@@ -24,7 +24,7 @@ from async_grpo.tools.report.data import MetricsRow, RunData
 
 
 class FollowedRun:
-    """One run directory, or the first run of a directory of runs; neither need be there yet."""
+    """A run directory, or the first run that a directory of runs has; neither need be there yet."""
 
     def __init__(self, directory: Path, metrics: Sequence[str]) -> None:
         self._metrics, self._made = metrics, time.time_ns()
@@ -35,8 +35,8 @@ class FollowedRun:
         """Return the panel, and the points since the look whose `after` is in this `after`; where
         there is none, or some points were taken back, all of them: `fresh`.
         """
-        self._data.directory = newest_run(self._data.directory)
         try:
+            self._data.directory = newest_run(self._data.directory)
             self._read()
             shown = self._panel()
         except (OSError, SetupError) as error:

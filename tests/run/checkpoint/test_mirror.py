@@ -8,16 +8,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
-from async_grpo.errors import CopyIncomplete, SetupError
+from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.checkpoint import mirror
-from async_grpo.run.checkpoint.mirror import Mirror, MirrorTaken, check_addresses, fetch
+from async_grpo.run.checkpoint.mirror import Mirror, MirrorTaken, check_addresses, fetch, settle
 from async_grpo.run.ending import guarded
 from async_grpo.tools.report.sync import sync_all
 from tests.support.waiting import wait_until
@@ -67,7 +68,10 @@ def objects(address: str) -> set[str]:
 
 
 def fetched(address: str, place: Path) -> dict[str, bytes]:
-    assert fetch(address, place, note=unheard, check=nothing)
+    place.mkdir(exist_ok=True)
+    fetch(address, place, note=unheard, check=nothing)
+    assert settle(place) and not settle(place)
+    assert not list(place.glob("*.tmp"))
     return contents(place)
 
 
@@ -116,12 +120,13 @@ def test_a_copy_follows_the_run_directory_and_goes_on_elsewhere(
         assert copy.copy() == 0, "there is nothing new"
         assert fetched(copy.address, tmp_path / f"there{step}") == contents(run_dir)
     assert checkpoint.verify(checkpoint.path_for(tmp_path / "there5", 5))["step"] == 5
-    assert not (run_dir / "mirror.tmp").exists() and not (tmp_path / "there5/fetched.tmp").exists()
+    assert not list(run_dir.glob("*.tmp"))
     listed = json.loads((fsspec.open(f"{copy.address}/mirror.json").open()).read())
     assert objects(copy.address) == {
         "mirror.json",
         *(entry["object"] for entry in listed["files"].values()),
     }, "what is removed here is removed there"
+    assert listed["stale"] == []
 
 
 def test_another_start_sends_only_what_is_new(address: str, run_dir: Path) -> None:
@@ -211,18 +216,41 @@ def test_two_starts_of_a_run_do_not_write_to_one_copy(run_dir: Path, tmp_path: P
     first = Mirror(address, run_dir, note=said.append)
     first.begin()
     first.ready(nothing)
-    wait_until((tmp_path / "far/run/config.yaml").exists, 20, "the first copy")
-    wait_until(lambda: mirror.INDEX in objects(f"{address}/run"), 20, "its list")
+    wait_until(lambda: mirror.INDEX in objects(f"{address}/run"), 20, "the first copy")
     second = tmp_path / "elsewhere" / "run"
-    fetch(f"{address}/run", second, note=unheard, check=nothing)
+    second.mkdir(parents=True)
+    fetched(f"{address}/run", second)
     add_step(second, 2)
     Mirror(address, second, note=unheard).copy()
     add_step(run_dir, 3)
     first.wake()
     wait_until(lambda: said, 20, "a line")
-    assert "another start of this run writes to" in said[0]
-    assert "is not complete" in first.finish(limit_s=5)
+    assert "another start of this run has written to" in said[0]
+    why = first.finish(limit_s=5)
+    assert "another start" in why and "--sync" not in why
+    with pytest.raises(
+        MirrorTaken, match=r"go on from there \(checkpoint.resume=file://.*/far/run"
+    ):
+        Mirror(address, run_dir, note=unheard).copy()  # as `report --sync` does
     assert fetched(f"{address}/run", tmp_path / "there") == contents(second)
+
+
+def test_a_start_goes_on_with_the_copy_of_the_one_before_wherever_that_died(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"file://{tmp_path}/far"
+    Mirror(address, run_dir, note=unheard).copy()
+    for at in ("run_key.json", "mirror.json"):  # before it wrote there that it had begun
+        add_step(run_dir, 2)
+
+        def dies(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror, "_tell_own" if at == "run_key.json" else "_write", dies)
+            with pytest.raises(KeyboardInterrupt):
+                Mirror(address, run_dir, note=unheard).copy()
+        assert Mirror(address, run_dir, note=unheard).copy() > 0
 
 
 @pytest.fixture
@@ -331,8 +359,10 @@ def test_a_copy_that_is_not_whole_is_not_begun_with(
     plant, sentence = FAULTS[fault]
     plant(tmp_path / "far" / "run")
     there = tmp_path / "there"
+    there.mkdir()
     with pytest.raises(SetupError, match=sentence):
         fetch(f"file://{tmp_path}/far/run", there, note=unheard, check=nothing)
+    assert not settle(there)
     assert not (there / "checkpoints").exists() and not (there / "journal").exists()
 
 
@@ -343,6 +373,7 @@ def test_an_error_of_the_storage_itself_is_one_sentence(
         raise LookupError("no credentials\nlook here")
 
     monkeypatch.setattr(mirror, "_reach", away)
+    (tmp_path / "there").mkdir()
     with pytest.raises(SetupError, match=r"s3://\*\*\*@a cannot be .*: no credentials$"):
         fetch("s3://me:secret@a", tmp_path / "there", note=unheard, check=nothing)
 
@@ -385,12 +416,14 @@ def test_a_storage_of_one_kilobyte_a_second_does_not_hold_the_end(
     assert copy._thread.is_alive(), "it goes on as long as the process does"
 
 
-def test_a_fetch_that_was_cut_short_is_made_again_and_only_into_a_directory_without_past(
+def test_a_fetch_that_was_cut_short_is_put_in_place_by_the_next_start(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Mirror(f"file://{tmp_path}/far", run_dir, note=unheard)
     copy.copy()
-    there = tmp_path / "there"
+    there, said = tmp_path / "there", list[str]()
+    there.mkdir()
+    fetch(copy.address, there, note=unheard, check=nothing)
     replace, moved = mirror.os.replace, list[int]()
 
     def cut_short(*arguments: Any) -> None:
@@ -402,17 +435,39 @@ def test_a_fetch_that_was_cut_short_is_made_again_and_only_into_a_directory_with
     with monkeypatch.context() as patch:
         patch.setattr(mirror.os, "replace", cut_short)
         with pytest.raises(KeyboardInterrupt):
-            fetch(copy.address, there, note=unheard, check=nothing)
-    assert fetched(copy.address, there) == contents(run_dir)
+            settle(there)
+    assert settle(there) and contents(there) == contents(run_dir)
     add_step(there, 2)
-    assert not fetch(copy.address, there, note=unheard, check=nothing)
-    assert checkpoint.steps(there) == [1, 2]
+    fetch(copy.address, there, note=said.append, check=nothing)
+    assert said == [f"{there} has a past of its own: nothing is brought from {copy.address}"]
+    assert not settle(there) and checkpoint.steps(there) == [1, 2]
+
+
+def test_what_was_brought_in_part_is_brought_again(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Mirror(f"file://{tmp_path}/far", run_dir, note=unheard)
+    copy.copy()
+    (there := tmp_path / "there").mkdir()
+    calls = list[int]()
+
+    def stop() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(copy.address, there, note=unheard, check=stop)
+    assert not settle(there)
+    assert fetched(copy.address, there) == contents(run_dir)
 
 
 def test_storages_that_fsspec_does_not_have_are_refused_before_the_run() -> None:
     check_addresses(None, "file:///a", "memory://a", "s3://a/b")
     with pytest.raises(SetupError, match=r"nowhere://a: .*nowhere"):
         check_addresses("nowhere://a")
+    with pytest.raises(SetupError, match=r"checkpoint.mirror is /mnt/runs, no address"):
+        check_addresses("/mnt/runs")
 
 
 def test_the_rest_is_sent_later(run_dir: Path, tmp_path: Path) -> None:
@@ -427,6 +482,6 @@ def test_the_rest_is_sent_later(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_whose_copy_is_not_complete_ends_with_code_4(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with guarded(None, Console()) as ending:
-        raise CopyIncomplete("the storage is away")
+    with guarded(SimpleNamespace(mirror_error="the storage is away"), Console()) as ending:
+        pass
     assert ending.code == 4

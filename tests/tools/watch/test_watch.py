@@ -365,7 +365,13 @@ def test_the_newest_run_is_shown_where_none_is_named() -> None:
 def watching(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The verb, and the address that it says."""
     run = [sys.executable, "-m", "async_grpo", "watch", *words]
-    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        run,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a suite behind &
+    )
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
