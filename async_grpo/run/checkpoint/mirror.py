@@ -159,23 +159,21 @@ class Mirror:
 
     def _listed(self, storage: Any, root: str) -> Listed:
         """Read what the copy is, and look whose it is; from then on it is this start's."""
-        own = _own(self._run_dir)
-        none: Listed = {"run": own["run"], "start": "", "number": 0, "files": {}, "stale": []}
-        listed = _read(storage, root) or none
-        if listed["run"] != own["run"]:
+        own, found = _own(self._run_dir), _read(storage, root)
+        if found and found["run"] != own["run"]:
             raise MirrorTaken(
                 f"{self} has the copy of another run: set another checkpoint.mirror or run.dir, "
                 f"or go on with that run: checkpoint.resume={self}"
             )
-        if listed["start"] not in own["starts"]:
+        if found and found["start"] not in own["starts"]:
             raise MirrorTaken(
                 f"another start of this run has written to {self} since: go on from there "
                 f"(checkpoint.resume={self}, in a new run.dir), or set another checkpoint.mirror"
             )
         if self._start not in own["starts"]:  # first: it may be there and nobody have heard of it
-            _tell_own(self._run_dir, own["run"], listed["start"], self._start)
+            _tell_own(self._run_dir, own["run"], *own["starts"], self._start)
         self._answered.set()
-        return listed
+        return found or {"run": own["run"], "number": 0, "files": {}, "stale": []}
 
     def _is_same(self, path: Path, entry: Entry) -> bool:
         """Whether a file is as it was sent; one that another start sent is read once."""
@@ -348,7 +346,7 @@ def _state(path: Path) -> tuple[int, ...]:
 def _own(run_dir: Path) -> dict[str, Any]:
     """Read the key of the run, and the starts whose copy may be gone on with."""
     if not (run_dir / OWN).exists():
-        _tell_own(run_dir, uuid.uuid4().hex, "")
+        _tell_own(run_dir, uuid.uuid4().hex)
     return dict(json.loads((run_dir / OWN).read_text(encoding="utf-8")))
 
 

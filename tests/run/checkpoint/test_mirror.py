@@ -253,6 +253,16 @@ def test_a_start_goes_on_with_the_copy_of_the_one_before_wherever_that_died(
         assert Mirror(address, run_dir, note=unheard).copy() > 0
 
 
+def test_a_run_may_go_on_at_another_address_and_come_back(run_dir: Path, tmp_path: Path) -> None:
+    for step, place in ((2, "far"), (3, "farther"), (4, "far")):
+        add_step(run_dir, step)
+        address = f"file://{tmp_path}/{place}"
+        assert Mirror(address, run_dir, note=unheard).copy() > 0
+        assert fetched(f"{address}/run", tmp_path / f"there{step}") == contents(run_dir)
+    address = f"file://{tmp_path}/elsewhere"
+    assert Mirror(address, tmp_path / "there4", note=unheard).copy() > 0
+
+
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Storages that stand still until this is set."""
