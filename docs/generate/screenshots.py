@@ -1,4 +1,5 @@
-"""The screenshots of the pages: panel, report and MLflow's charts, of a run that is training now.
+"""The screenshots of the pages: panel, report, live page and MLflow's charts, of a run that is
+training now.
 
     async-grpo train quickstart run.dir=runs/shown &
     python docs/generate/screenshots.py runs/shown      # while it trains; needs chromium
@@ -61,6 +62,10 @@ def main() -> None:
     with browser(1100, 1250) as page:
         page.open((run_dir / "report" / "report.html").resolve().as_uri())
         page.picture("report.png")
+    with watch(run_dir) as site, browser(1300, 1040) as page:
+        page.open(site)
+        page.wait("document.querySelectorAll('path.curve').length >= 9")
+        page.picture("watch.png")
     with mlflow(run_dir / "mlflow.db") as charts, browser(1300, 900) as page:
         page.open(charts)
         page.wait(f"{PLOTS} > 1")
@@ -140,6 +145,18 @@ def browser(width: int, height: int) -> Iterator[Page]:
             port = until(lambda: file.exists() and file.read_text().split("\n")[0], "the browser")
             pages = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=30))
             yield Page(next(one["webSocketDebuggerUrl"] for one in pages if one["type"] == "page"))
+
+
+@contextmanager
+def watch(run_dir: Path) -> Iterator[str]:
+    """Serve the live page of a run; give its address."""
+    words = [sys.executable, "-m", "async_grpo", "watch", str(run_dir)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,9 @@ def cluster() -> Iterator[Cluster]:
         "object_store_memory": 2**27,
         "temp_dir": str(temp),
     }
-    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    with pytest.MonkeyPatch.context() as patch:  # a run that this process had begun says otherwise
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+        cluster = Cluster(initialize_head=True, head_node_args=arguments)
     try:
         yield cluster
     finally:
