@@ -62,7 +62,7 @@ def main() -> None:
     with browser(1100, 1250) as page:
         page.open((run_dir / "report" / "report.html").resolve().as_uri())
         page.picture("report.png")
-    with watch(run_dir) as site, browser(1300, 1040) as page:
+    with watch(run_dir) as site, browser(1300, 1250) as page:
         page.open(site)
         page.wait("document.querySelectorAll('path.curve').length >= 9")
         page.picture("watch.png")
