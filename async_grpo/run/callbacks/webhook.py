@@ -62,11 +62,12 @@ class Webhook(Callback):
         if event not in self._events or self._queue.qsize() >= MOST_WAITING:
             return
         run, step = trainer.config.run.name, trainer.steps_done
-        text = hide(": ".join(map(str, filter(None, (run, event, *details)))))
+        text = hide(": ".join(filter(None, map(str, (run, event, *details)))))
         message = {"text": text, "run": run, "event": event, "step": step} | more
         self._queue.put((json.dumps(message).encode(), trainer.console.error))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
+            name = "async_grpo-webhook"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def _run(self) -> None:

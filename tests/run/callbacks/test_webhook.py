@@ -98,14 +98,21 @@ def test_events_arrive_in_order_and_the_end_says_why(hook: Hook) -> None:
     assert hook.heard[-1]["status"] == "FAILED" and run.lines == []
 
 
+def test_an_end_without_a_reason_has_none(hook: Hook) -> None:
+    run = Run()
+    run.ending = (0, "")
+    run.tell("on_end", "FINISHED")
+    assert [one["text"] for one in hook.heard] == ["adder: end: FINISHED"]
+
+
 def test_events_that_are_asked_for_are_told(hook: Hook) -> None:
     run = Run(url_env="HOOK_URL", events=["restore", "evaluation"])
     run.tell("on_start")
-    run.tell("on_restore", 2)
+    run.tell("on_restore", 0)
     run.tell("on_evaluation", 3, {"eval/accuracy": 0.5})
     run.tell("on_end", "FINISHED")
     assert [one["text"] for one in hook.heard] == [
-        "adder: restore: 2",
+        "adder: restore: 0",
         "adder: evaluation: 3: {'eval/accuracy': 0.5}",
     ]
 
