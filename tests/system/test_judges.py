@@ -22,7 +22,7 @@ from tests.support.models import write_model
 from tests.support.recipes import CONFIGS
 
 STEPS, KEY = 2, "sk-secret-of-this-test"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def test_three_judges_grade_every_trained_response(

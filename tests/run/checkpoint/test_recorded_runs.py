@@ -44,6 +44,7 @@ def goes_on(home: Path, name: str, steps: int, *more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_that_had_ended_trains_on(home: Path) -> None:
     said = goes_on(home, "ended", 6)
