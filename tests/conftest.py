@@ -39,6 +39,7 @@ SYSTEM = (
     "tests/run/checkpoint/test_recorded_runs.py",
     "tests/weights/test_nccl.py",
     "tests/rollout/test_engine.py",
+    "tests/weights/test_adapter_sync.py",
     "tests/tools/evaluate",
     "tests/cluster/",
     "tests/run/test_recovery.py",

@@ -55,6 +55,7 @@ LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
     "runtime": "",
+    "runtime.storage": "fsspec",
     "runtime.light_imports": "transformers",
     "runtime.provenance": "transformers",  # the tokenizer
     "wire": "msgpack numpy",
@@ -71,6 +72,8 @@ LIBRARIES = {
     "environments.tools": "pydantic transformers",  # schemas
     "learner.batching": "",
     "weights": "torch numpy",
+    "weights.delta": "numpy",
+    "weights.files": "numpy",
     "weights.transport": "torch",  # what the driver imports
     "weights.coordinator": "",
     "weights.fan_out": "numpy",
@@ -95,7 +98,6 @@ LIBRARIES = {
     "learner.backend.deepspeed": "torch deepspeed transformers",
     "learner.forward_choice": "torch transformers numpy huggingface_hub",  # one of its errors
     "run.checkpoint": "",
-    "run.checkpoint.mirror": "fsspec",
     "tools.predict": "",
     "observe": "",
     "observe.tracking.mlflow_sink": "mlflow",

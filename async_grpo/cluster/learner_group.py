@@ -147,7 +147,7 @@ class LearnerProcess:
             asleep = self._config.cluster.engine.sleep is True
             leave_room(ENGINE.gpu_bytes + (0 if asleep else weights + int(cache * 2**30)))
         sender = make_sender(
-            backend, learner.published, config=self._config, key=key, pushing=ENGINE.pushing_sender
+            backend, learner.sent, config=self._config, key=key, pushing=ENGINE.pushing_sender
         )
         self._parts = RankParts(learner, sender, Saving(learner, key=key))
         keep_startup()
@@ -217,7 +217,7 @@ class LearnerProcess:
         """Stage perturbed weights; the true ones are back, bit for bit, on return."""
         learner, sender = self._up.learner, self._up.sender
         sender.reserve()
-        with learner.published.perturbed(scale=scale, seed=self._config.seed):
+        with learner.sent.perturbed(scale=scale, seed=self._config.seed):
             announcement = sender.stage(label, verify=True, apart=True)
             logprobs = learner.logprobs(sequences, temperature=1.0)
         return Staged(announcement, logprobs, learner.logprobs(sequences, temperature=1.0))

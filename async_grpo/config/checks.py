@@ -17,7 +17,7 @@ from async_grpo.config.frozen_checks import frozen_models, judges
 from async_grpo.config.plugins import check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config, FilterGroups
 from async_grpo.config.section import Section
-from async_grpo.config.transports import TRANSPORTS, Transport
+from async_grpo.config.transports import TRANSPORTS, Transport, automatic
 from async_grpo.config.vllm_keys import SPECULATION, refused_arguments
 
 _ABSENT = object()
@@ -191,6 +191,14 @@ def _trained(config: Config) -> Iterator[str]:
             re.compile(pattern)
         except re.error as error:
             yield f"`model.freeze` has {pattern!r}, which is no regular expression: {error}."
+    if model.lora is None and config.weight_sync.lora == "adapter":
+        yield "`weight_sync.lora` is adapter, but `model.lora` is not set: set it, `{}` will do."
+    if config.weight_sync.lora == "adapter" and config.replay.on_stale != "wait":
+        yield (
+            f"`weight_sync.lora` is adapter and `replay.on_stale` is {config.replay.on_stale}, but "
+            "responses that go on beyond the bound would keep their adapters: set "
+            "`replay.on_stale` to wait, or `weight_sync.lora` to merged."
+        )
     if model.lora is not None and model.router == "frozen":
         yield (
             "`model.router` is frozen and `model.lora` is set, but with adapters all weights stay "
@@ -312,6 +320,14 @@ def _learner(config: Config) -> Iterator[str]:
             "`learner.activation_offload` is true and `learner.gradient_checkpointing` is false: "
             "without it every activation of every layer would move; set it to true too."
         )
+    replay = config.learner.routing_replay != "off"
+    if replay and config.learner.compile:
+        yield "`learner.routing_replay` is r2 and `learner.compile` is true: leave one of them out."
+    if replay and config.updates_per_step == 1 and config.algorithm.anchor != "recomputed":
+        yield (
+            "`learner.routing_replay` is r2, but with one update per step and `algorithm.anchor: "
+            f"{config.algorithm.anchor}` no earlier pass has experts to take: use recomputed."
+        )
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(key) and stage < lowest:
             yield (
@@ -359,6 +375,8 @@ def _cluster(config: Config) -> Iterator[str]:
             "auto, or `cluster.layout` to colocated and `replay.max_staleness` to 1."
         )
     yield from _transport(config)
+    if config.weight_sync.delta == "always":
+        yield from _deltas(config)
     if cluster.layout == "colocated":
         yield from _colocated(config, config.learner.ranks)
 
@@ -373,6 +391,9 @@ def speculation_on_cpu(config: Config) -> Iterator[str]:
 
 
 def _transport(config: Config) -> Iterator[str]:
+    files = config.weight_sync.files
+    if files is not None and "://" not in files and not files.startswith("/"):
+        yield f"`weight_sync.files` is {files}; allowed are an absolute path and an address."
     cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend.name)
     if transport is None:  # `auto` fits
         return
@@ -393,6 +414,20 @@ def _transport(config: Config) -> Iterator[str]:
             "`cluster.layout: colocated` use "
             f"{_or_auto(other for other in TRANSPORTS.values() if other.colocated)}."
         )
+
+
+def _deltas(config: Config) -> Iterator[str]:
+    """Find what leaves `weight_sync.delta: always` without effect."""
+    cluster, sync, always = config.cluster, config.weight_sync, "`weight_sync.delta` is always, "
+    device = "cpu" if cluster.device == "cpu" else "cuda"
+    meant = automatic(device=device, colocated=cluster.layout == "colocated")
+    transport = TRANSPORTS.get(sync.backend.name, TRANSPORTS[meant])
+    if transport.colocated:
+        yield f"{always}and with {transport.name} engines read the learner's memory: leave it out."
+    if transport.pushes and not sync.overlap:
+        yield f"{always}which compares copies: set `weight_sync.overlap` to true, too."
+    if sync.senders == "every_rank":
+        yield f"{always}and one rank sends: set `weight_sync.backend.senders` to one, or auto."
 
 
 def _or_auto(transports: Iterable[Transport]) -> str:

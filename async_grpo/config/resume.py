@@ -33,6 +33,7 @@ _SINCE = (
     "algorithm.sft_loss_coef",
     "algorithm.sft_model",
     "learner.kernels",
+    "learner.routing_replay",
     "task.judges",
     "tasks",
 )

@@ -79,7 +79,8 @@ class Lora(Section):
     """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they
     are.
 
-    Engines and exports get the merged weights; the reference is the model without its adapters.
+    Exports get the merged weights, and so do engines, unless `weight_sync.lora` says otherwise; the
+    reference is the model without its adapters.
     Adapters want a learning rate about ten times as high as the weights. A section without keys
     (`{}`) has these defaults.
     """
@@ -167,6 +168,22 @@ class WeightSync(Section):
     """Weight syncs between those whose bytes are compared by checksum, and after which every
     engine's log-probabilities of a few fixed responses are compared with the learner's; 0 means
     never.
+    """
+    delta: Literal["off", "auto", "always"] = "auto"
+    """Send only what changed: `auto`, to other nodes with shared memory, while it is faster than
+    all weights; `always`, without comparing, and over NCCL too, where every engine process
+    then keeps a copy in host memory.
+    """
+    files: str | None = None
+    """Directory that all nodes see, or address of fsspec (`s3://bucket/weights`), by which other
+    nodes get the weights with shared memory; null: through Ray's object store.
+    """
+    lora: Annotated[
+        Literal["merged", "adapter"], warn("under which weights responses continue")
+    ] = "merged"
+    """What engines get of `model.lora`: `merged` weights, or each `adapter` beside those before it.
+    Then weight syncs are small and pause nobody, and a response ends under the adapter that it
+    began with.
     """
     deadlines: Deadlines = Deadlines()
 
@@ -544,6 +561,11 @@ class LearnerConfig(Section):
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
+    routing_replay: Literal["off", "r2"] = "off"
+    """`r2`, in a mixture of experts: later passes over a learner step take the experts of its first
+    one, so that importance ratios compare log-probs under the same experts. One more forward pass,
+    unless `algorithm.anchor` is `recomputed`.
+    """
     tokens_per_micro_batch: Annotated[
         Literal["auto"] | Positive,
         warn("the order of sums, so the last bits of gradients", trains=True),
@@ -752,6 +774,12 @@ class Config(Section):
         if isinstance(self.replay.outstanding, int):
             return self.replay.outstanding
         return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that an engine holds: of each version that a response may have, and one more."""
+        served = self.weight_sync.lora == "adapter" and self.model.lora is not None
+        return self.replay.max_staleness + 2 if served else 0
 
     @property
     def evaluated_task(self) -> TaskConfig:

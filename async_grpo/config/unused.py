@@ -17,6 +17,7 @@ from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.config.choice import Chosen
 from async_grpo.config.docs import Setting, settings, show
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ def _is_clipped(config: Config) -> bool:
     loss = config.algorithm.policy_loss.name
     clipped = POLICY_LOSSES.where(lambda traits: traits.clipped)
     return loss in clipped or loss not in POLICY_LOSSES.built_in
+
+
+def _relayed(config: Config) -> bool:
+    transport = TRANSPORTS.get(config.weight_sync.backend.name)
+    return transport is None or transport.relayed
 
 
 def _on(owner: str, *keys: str) -> _Owned:
@@ -105,6 +111,13 @@ OWNED = (
         lambda config: (
             config.model.warm_start is None or config.model.warm_start.blur_max_steps > 0
         ),
+    ),
+    _Owned(("weight_sync.files",), "weight_sync.backend", "shared_memory", _relayed),
+    _Owned(
+        ("weight_sync.delta",),
+        "weight_sync.backend",
+        "shared_memory",
+        lambda config: config.weight_sync.delta == "always" or _relayed(config),
     ),
     _unlike("evaluation.n", 0, "1 (or more)", "evaluation.temperature"),
     _on(

@@ -42,7 +42,7 @@ _REASONS = {
         code_revision config_format hf_config_path revision served_model_name tokenizer_mode
         tokenizer_revision
     """,
-    "engines get the merged weights of adapters (model.lora)": """
+    "model.lora and weight_sync.lora say which adapters engines have": """
         enable_lora enable_mixed_moe_lora_format enable_moe_shared_loras fully_sharded_loras
         lora_dtype lora_target_modules max_cpu_loras max_lora_rank max_loras specialize_active_lora
     """,

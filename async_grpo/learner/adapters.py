@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
+FACTOR = "base_model.model.{}.lora_{}.weight"
+"""Peft's name of a layer's factor, A or B."""
 
 
 class UntrainableError(SetupError, ValueError):
-    """`model.lora` or `model.freeze` names an unknown layer, or leaves nothing to train."""
+    """A setting names layers that the model does not have, or leaves nothing to train."""
 
 
 def restrict(
@@ -212,7 +214,7 @@ def base(hf: PreTrainedModel, division: Division) -> dict[str, str]:
 def export(hf: PreTrainedModel, directory: Path, *, division: Division, writes: bool) -> None:
     """Write adapters for `PeftModel.from_pretrained`. Collective. Raises StorageFailure."""
     named = [
-        (f"base_model.model.{name}.lora_{part}.weight", factor)
+        (FACTOR.format(name, part), factor)
         for name, layer in layers(hf).items()
         for part, factor in zip("AB", factors(layer)[:2], strict=True)
     ]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
-from async_grpo.learner.packing import LengthBucket, RowLayout
+from async_grpo.learner.packing import LengthBucket, Routes, RowLayout
 
 ATTENTION = "async_grpo_varlen"
 _LARGEST_HEAD, _AMPERE = 256, (8, 0)
@@ -74,37 +74,39 @@ def heads_of(config: PretrainedConfig) -> Heads:
 
 
 class _Current:
-    """The layout of the rows that a forward pass works on, and whether a layer needed logits."""
+    """The rows that a forward pass works on, their routes, and whether a layer needed logits."""
 
     layout: RowLayout | None = None
+    routes: Routes | None = None
     needed_logits = False
 
 
-_current = _Current()
+current = _Current()
 
 
 @contextmanager
-def of_rows(layout: RowLayout | None) -> Iterator[None]:
-    """Inside the block attention works on these rows. Of one process, not of a thread: the backward
-    pass on a GPU repeats layers in a thread of its own, while the training thread waits.
+def of_rows(layout: RowLayout | None, routes: Routes | None = None) -> Iterator[None]:
+    """Inside the block attention works on these rows, and routers take these routes. Of a process,
+    not a thread: on a GPU the backward pass repeats layers in another one, while training waits.
     """
-    kept, _current.layout = _current.layout, layout
+    kept = current.layout, current.routes
+    current.layout, current.routes = layout, routes
     try:
         yield
     finally:
-        _current.layout = kept
+        current.layout, current.routes = kept
 
 
 def when_repeated() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what surrounds a checkpointed layer, and its repetition in the backward pass: there
-    the rows are those of now. The `context_fn` of `torch.utils.checkpoint`.
+    rows and routes are those of now. The `context_fn` of `torch.utils.checkpoint`.
     """
-    return nullcontext(), of_rows(_current.layout)
+    return nullcontext(), of_rows(current.layout, current.routes)
 
 
 def needs_logits() -> bool:
     """Tell whether a layer since the last call computed attention that no kernel does."""
-    needed, _current.needed_logits = _current.needed_logits, False
+    needed, current.needed_logits = current.needed_logits, False
     return needed
 
 
@@ -126,14 +128,14 @@ def varlen_attention(
     query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError where the
     model brings a mask of its own, or is not called with packed rows.
     """
-    layout = _current.layout
+    layout = current.layout
     if layout is None or attention_mask is not None:
         raise ValueError(
             f"{ATTENTION} needs packed sequences and no attention mask; this model "
             f"{'brings its own mask' if layout is not None else 'was called without them'}"
         )
     variant = Variant(scaling, sliding_window, softcap, s_aux)
-    _current.needed_logits |= variant.needs_logits
+    current.needed_logits |= variant.needs_logits
     states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     attend = _by_buckets if layout.segments is None else _by_segments
     return attend(*states, layout, variant)[None], None

@@ -40,6 +40,7 @@ from async_grpo.learner.lending import LentMemory
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
 from async_grpo.learner.prefetch import ahead
+from async_grpo.learner.routing import RoutingReplay
 from async_grpo.learner.rows import (
     LearnerRow,
     Stopwatch,
@@ -51,7 +52,7 @@ from async_grpo.learner.rows import (
 )
 from async_grpo.learner.token_math import TokenMath, UpdateFacts, compare_sampler
 from async_grpo.learner.weight_files import divide
-from async_grpo.learner.weights import Published
+from async_grpo.learner.weights import Published, PublishedFactors
 from async_grpo.weights.names import check_names, file_shapes
 from async_grpo.wire import codec
 
@@ -126,12 +127,14 @@ class Learner:
         self.policy = self._build_policy(model_dir)
         files = file_shapes(model_dir)
         policy = self.policy.module
-        self.published = Published(
-            policy.hf, division=self._division, files=files, device=self.device
-        )
-        """The policy's weights, for engines and files."""
+        owned: dict[str, Any] = {"division": self._division, "files": files, "device": self.device}
+        self.published = Published(policy.hf, **owned)
+        """The policy's weights, for files and engines."""
+        self.sent = PublishedFactors(policy.hf, **owned) if config.adapter_slots else self.published
+        """What engines get."""
         check_names(files, self.published.weight_metadata(), tied=policy.tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
+        self._routing = self._build_routing()
         if config.learner.fuses:
             reference = [] if self._reference is None else [self._reference.module.hf]
             fuse([policy.hf, *reference], self._torch_device)
@@ -201,6 +204,15 @@ class Learner:
         reference = self._backend.freeze(model)
         self._confirm(reference, directory)
         return reference
+
+    def _build_routing(self) -> RoutingReplay | None:
+        """Return what replays routes, tried on a token; None without. Collective."""
+        if self.config.learner.routing_replay == "off":
+            return None
+        routing = RoutingReplay(self.policy, self._division)
+        with torch.no_grad():
+            routing.recording([])(self._pack(self.policy, []), 1.0, False)
+        return routing
 
     def _load(
         self, directory: str, *, gradient_checkpointing: bool, frozen: bool = False
@@ -277,11 +289,12 @@ class Learner:
                 for row, values in zip(rows, self._reference_logprobs(tokens), strict=True):
                     row.reference = values
             self._metrics.add_value("time/learner_reference", watch.seconds)
-        if algorithm.anchor == "recomputed":
+        if algorithm.anchor == "recomputed" or self._routing is not None:
             with Stopwatch() as watch:
-                anchors = self._no_grad_logprobs(self.policy, tokens)
+                policy = self.policy if self._routing is None else self._routing.recording(rows)
+                anchors = self._no_grad_logprobs(policy, tokens)
                 for row, values in zip(rows, anchors, strict=True):
-                    row.anchor = values
+                    row.anchor = values if algorithm.anchor == "recomputed" else None
             self._metrics.add_value("time/learner_proximal", watch.seconds)
         self._plan = plan
         if not algorithm.add_token_level_kl:
@@ -378,6 +391,9 @@ class Learner:
             self._count(done.packed)
             if unmoved:
                 compare_sampler(self._metrics, batch, logprobs)
+            if (routes := done.packed.routes) is not None:
+                for changed, known in routes.changed:
+                    self._metrics.add("train/routes_changed", changed, known)
         if self._effective is not None:
             self._effective.add(logprobs, batch.behavior, batch.trained, batch.row_index)
 
@@ -390,7 +406,10 @@ class Learner:
         """
         packed = self._pack(self.policy, [self._rows[row.key].tokens for row in planned])
         ordered = [planned[position] for position in packed.order if planned]
-        batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
+        rows = [self._rows[row.key] for row in ordered]
+        if self._routing is not None:
+            packed = self._routing.lay(packed, [row.routes for row in rows])
+        batch = token_batch(ordered, rows, self._torch_device)
         vocabulary = self.policy.module.hf.config.get_text_config().vocab_size
         return Prepared(len(planned), packed, batch.within(vocabulary))
 
@@ -577,6 +596,6 @@ class Learner:
     def close(self) -> None:
         """Free the model and leave the process group."""
         self._plan, self._rows = None, {}
-        self._reference = None
+        self._reference = self._routing = None
         del self.policy
         self._backend.close()

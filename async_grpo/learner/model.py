@@ -23,9 +23,11 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from async_grpo.errors import SetupError
 from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
 from async_grpo.learner.head import LogprobHead, OwnLogits
-from async_grpo.learner.packing import Packed
+from async_grpo.learner.packing import Packed, Routes
 
 CHECKPOINTING = {  # there is no dropout
     "use_reentrant": False,
@@ -128,6 +130,16 @@ class PolicyModel(nn.Module):
             module.training = mode
         return self
 
+    def places(self, packed: Packed) -> tuple[list[np.ndarray], int]:
+        """Tell where the decoder computes the tokens of packed rows, and how many it computes."""
+        if self.forward_pass.rows == "packed":
+            return list(packed.tokens), packed.input_ids.numel()
+        widths = [bucket.width for bucket in packed.layout.buckets for _ in range(bucket.rows)]
+        if self.in_step:
+            widths = [max(widths)] * len(widths)
+        rows = zip(accumulate(widths), widths, packed.tokens, strict=True)
+        return [end - width + np.arange(len(one)) for end, width, one in rows], sum(widths)
+
     @property
     def _decoder(self) -> nn.Module:
         """What gives hidden states of tokens."""
@@ -159,7 +171,7 @@ class PolicyModel(nn.Module):
 
     def _packed(self, packed: Packed) -> Tensor:
         """Hidden states [N, H], all tokens in one sequence."""
-        with of_rows(packed.layout):
+        with of_rows(packed.layout, packed.routes):
             states: Tensor = self._decoder(
                 input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
             ).last_hidden_state
@@ -175,19 +187,22 @@ class PolicyModel(nn.Module):
         ]
         if self.in_step:
             widest = max(bucket.width for bucket in buckets)
-            whole = [F.pad(part, (0, widest - part.shape[1])) for part in padded]
-            states = self._states(torch.cat(whole)).split([bucket.rows for bucket in buckets])
+            whole = torch.cat([F.pad(part, (0, widest - part.shape[1])) for part in padded])
+            states = self._states(whole, packed.routes).split([bucket.rows for bucket in buckets])
         else:
-            states = [self._states(part) for part in padded]
+            starts = accumulate((bucket.positions for bucket in buckets[:-1]), initial=0)
+            parts = zip(padded, starts, strict=True)
+            states = [self._states(part, packed.routes, start) for part, start in parts]
         cut = [
             part[:, : bucket.width].flatten(0, 1)
             for part, bucket in zip(states, buckets, strict=True)
         ]
         return packed.layout.collect(cut)
 
-    def _states(self, ids: Tensor) -> Tensor:
-        """Hidden states [rows, width, H] of token ids [rows, width]."""
-        states: Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+    def _states(self, ids: Tensor, routes: Routes | None, start: int = 0) -> Tensor:
+        """Hidden states [rows, width, H] of token ids [rows, width] at the places from `start`."""
+        with of_rows(None, None if routes is None else replace(routes, start=start)):
+            states: Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         return states
 
     def _alone(self, packed: Packed) -> Tensor:
@@ -195,7 +210,8 @@ class PolicyModel(nn.Module):
         [bucket] = packed.layout.buckets
         if bucket.rows != 1:
             raise ValueError(f"{bucket.rows} sequences; the pass `alone` takes one at a time")
-        logits: Tensor = self.hf(input_ids=packed.input_ids, use_cache=False).logits
+        with of_rows(None, packed.routes):
+            logits: Tensor = self.hf(input_ids=packed.input_ids, use_cache=False).logits
         return logits[0]
 
     def compile_layers(self) -> None:

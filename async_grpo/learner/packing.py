@@ -24,7 +24,7 @@ have a fixed order on any device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -175,13 +175,46 @@ class _Collect(torch.autograd.Function):
         return out.masked_fill_(ctx.layout.foreign.view(-1, *[1] * (out.dim() - 1)), 0), None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Experts of tokens at the P places where a pass computes them (`routing`). columns: of each
+    pick, numbered by block and by call in it; given [P, width]: experts to take where known [P];
+    first [P]: where a token is first, of its copies; start: first place of a call of the decoder;
+    picked: experts that were taken, if recorded; changed: in each pick, where the model would have
+    taken others [n], and where known [n].
+    """
+
+    columns: dict[tuple[int, int], slice]
+    given: Tensor
+    known: Tensor
+    first: Tensor
+    start: int = 0
+    picked: dict[tuple[int, int], list[Tensor]] | None = None
+    changed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def take(self, pick: tuple[int, int], live: Tensor) -> Tensor:
+        """Return the experts [n, k] to take where the model picks `live`."""
+        taken = live
+        if pick in self.columns:
+            here = slice(self.start, self.start + len(live))
+            given, known = self.given[here, self.columns[pick]].long(), self.known[here]
+            taken = torch.where(known[:, None], given, live)
+            self.changed.append(((taken.sort(-1)[0] != live.sort(-1)[0]).any(-1), known))
+            if self.picked is not None:
+                taken = torch.cat([*self.picked.get(pick, []), taken])[self.first[here]]
+        if self.picked is not None:
+            self.picked.setdefault(pick, []).append(taken)
+        return taken
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Rows as one sequence of N input tokens, M of which have log-probs.
 
     input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
     each of these tokens; targets [M], or [M, K] with others in its place; order: packed row k is
-    row `order[k]` of the caller; the M tokens lie in that order.
+    row `order[k]` of the caller; the M tokens lie in that order. tokens: which of the N each packed
+    row has; routes: of them, if they are not left to the model.
     """
 
     input_ids: Tensor
@@ -190,6 +223,8 @@ class Packed:
     targets: Tensor
     layout: RowLayout
     order: tuple[int, ...]
+    tokens: tuple[np.ndarray, ...]
+    routes: Routes | None = None
 
 
 def response_row(prompt: np.ndarray, response: np.ndarray) -> PackedRow:
@@ -244,6 +279,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, segmented: bool = F
             segmented=segmented,
         ),
         order=tuple(order),
+        tokens=tuple(tokens),
     )
 
 

@@ -38,9 +38,9 @@ class LearnerRow:
     response: context and sampled tokens; sampled [L] int64: places of the latter in it; behavior
     [L] float32; lag [L] int64; where a frozen model teaches, teacher [L, 1 + k] float32, its
     log-probs of the token and of k others, and those teacher_ids [L, k]; once computed: anchor,
-    reference, advantages [L] float32, kl [L] float64. max_lag: older tokens are not trained; they
-    stay in the divisors, and out of the statistics of their row. given: a demonstration, which is
-    imitated and has a part in nothing else.
+    reference, advantages [L] float32, kl [L] float64, and routes of all its tokens but the last.
+    max_lag: older tokens are not trained; they stay in the divisors, and out of the statistics of
+    their row. given: a demonstration, which is imitated and has a part in nothing else.
     """
 
     prompt: np.ndarray
@@ -58,6 +58,7 @@ class LearnerRow:
     reference: np.ndarray | None = None
     kl: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     @property
     def tokens(self) -> PackedRow:

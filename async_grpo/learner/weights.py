@@ -1,9 +1,11 @@
-"""The published weights of the policy: whole, as they are in the model's files, adapters merged.
+"""The published weights of the policy: whole, as they are in the model's files, adapters merged; or
+adapters alone.
 
 Runs in: learner ranks. Hides that some parameters are sharded and some have adapters, and that
 transformers holds some in other tensors than the files (`file_names`):
 
     parameter, or buffer of the files -> whole -> merged -> tensors of the files -> engines, export
+    factor of an adapter -> whole -> engines that hold adapters
 
 Invariants:
 
@@ -20,6 +22,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -138,30 +141,76 @@ class Published:
         floating = [one for _, own in self._parts for one in own if one.base.is_floating_point()]
         try:
             for one in floating:
-                with torch.no_grad(), self._division.gathered(one.parameters()[:1], modify=True):
-                    if changes:
-                        weight = one.base.data
-                        kept[one.name] = weight.to("cpu", copy=True)
-                        weight.add_(_noise(weight, scale=scale, seed=seed, name=one.name))
+                with torch.no_grad(), self._division.gathered(one.parameters(), modify=True):
+                    for name, tensor, size in self._moved(one) if changes else ():
+                        kept[name] = tensor.to("cpu", copy=True)
+                        tensor.add_(_noise(tensor, scale * size, seed=seed, name=name))
             yield
         finally:
             for one in floating:
-                with torch.no_grad(), self._division.gathered(one.parameters()[:1], modify=True):
-                    if one.name in kept:
-                        one.base.data.copy_(kept[one.name])
+                with torch.no_grad(), self._division.gathered(one.parameters(), modify=True):
+                    for name, tensor, _ in self._moved(one) if changes else ():
+                        if name in kept:
+                            tensor.copy_(kept[name])
+
+    def _moved(self, one: _Weight) -> list[tuple[str, Tensor, Tensor]]:
+        """List what a perturbation moves: name, tensor, and size of the noise at scale 1."""
+        return [(one.name, one.base.data, _rms(one.base.data))]
+
+
+class PublishedFactors(Published):
+    """The factors A and B of every adapter, under peft's names, in the dtype of the weight beside
+    them; B times the scaling, as vLLM holds it.
+
+    Perturbed, their product moves as far as that weight would, however small B is: it begins as
+    zeros.
+    """
+
+    def weight_metadata(self) -> list[tuple[str, Shape, str]]:
+        """See `Published.weight_metadata`."""
+        return [
+            (name, self._division.full_shape(factor), str(dtype).removeprefix("torch."))
+            for name, factor, _, dtype in self._factors
+        ]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Published.named_weights`."""
+        each = self._division.each(self._factors, lambda item: (item[1],))
+        for name, factor, scaling, dtype in each:
+            yield name, (factor.data.float() * scaling).to(dtype)
+
+    @cached_property
+    def _factors(self) -> list[tuple[str, nn.Parameter, float, torch.dtype]]:
+        return [
+            (adapters.FACTOR.format(one.name[: -len(".weight")], part), factor, by, one.base.dtype)
+            for _, own in self._parts
+            for one in own
+            for part, factor, by in (("A", one.down, 1.0), ("B", one.up, one.scaling))
+            if factor is not None
+        ]
+
+    def _moved(self, one: _Weight) -> list[tuple[str, Tensor, Tensor]]:
+        if one.down is None or one.up is None:
+            return []
+        down, weight = _rms(one.down.data), _rms(one.base.data)
+        up = weight / (down * abs(one.scaling) * len(one.down.data) ** 0.5)
+        return [(f"{one.name} A", one.down.data, down), (f"{one.name} B", one.up.data, up)]
 
 
 def _parameters(part: tuple[Part, list[_Weight]]) -> list[nn.Parameter]:
     return [parameter for one in part[1] for parameter in one.parameters()]
 
 
-def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:
-    """scale * rms(weight) * standard normal noise, a function of the seed and the name; zeros move
-    as weights of ZERO_RMS would.
-    """
+def _noise(weight: Tensor, size: Tensor, *, seed: int, name: str) -> Tensor:
+    """Return size * standard normal noise, a function of the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     device, number = weight.device, int.from_bytes(digest[:7], "little")
     generator = torch.Generator(device=device).manual_seed(number)
     noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
+    return (noise * size).to(weight.dtype)
+
+
+def _rms(weight: Tensor) -> Tensor:
+    """Return the size of the weights in a tensor; zeros move as weights of ZERO_RMS would."""
     rms = weight.float().square().mean().sqrt()
-    return (noise * (scale * torch.where(rms > 0, rms, ZERO_RMS))).to(weight.dtype)
+    return torch.where(rms > 0, rms, ZERO_RMS)

@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,9 +142,11 @@ class EngineHost:
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """Take and serve the announced weights."""
-        with self._time.during("paused"):
+        # an adapter is loaded beside others, and may wait for a response to end
+        goes_on = self._config.adapter_slots > 0
+        with nullcontext() if goes_on else self._time.during("paused"):
             receipt = await self.parts.engine.receive(announcement)
-        if not receipt.failure:
+        if goes_on or not receipt.failure:  # awake
             self._sleep.close()
         self._paused_s += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens

@@ -56,11 +56,12 @@ class Connection:
             raise
         stacks.end(self._stacks)  # of a start that was killed
         stacks.register("driver", self._stacks)
-        self.remove_leftovers()
+        self.left = self.remove_leftovers()
 
-    def remove_leftovers(self, *, ending: Collection[int] = ()) -> None:
-        """Remove what this start, or killed ones here, left. ending: processes killed just now."""
+    def remove_leftovers(self, *, ending: Collection[int] = ()) -> str:
+        """Remove what this start or killed ones left; say what stays. ending: killed just now."""
         from async_grpo.learner.drafts import remove_drafts
+        from async_grpo.weights.files import remove_files
         from async_grpo.weights.shared_memory import remove_segments
         from async_grpo.weights.transport import fallback_directory
 
@@ -68,6 +69,7 @@ class Connection:
         remove_drafts(self.key)
         # what engines left that were killed, not closed
         remove_abandoned("engine", ending=ending, wait_s=ENDING_TIMEOUT_S)
+        return remove_files(fallback_directory(self._config), wait_s=ENDING_TIMEOUT_S)
 
     def close(self) -> None:
         """Leave Ray as it was, or end the cluster that was started here."""

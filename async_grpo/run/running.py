@@ -82,6 +82,8 @@ class RunningSystem:
         )
         if (warning := connection.session.exposed_token()) is not None:
             note(warning)
+        if connection.left:
+            note(connection.left)
         return connection
 
     def find_room(self, config: Config, model_dir: str, *, note: Callable[[str], None]) -> Config:

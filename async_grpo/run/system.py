@@ -66,7 +66,7 @@ from async_grpo.tasks.mixture import ProblemOrder
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.deliveries import ATTEMPTS
 from async_grpo.weights.shared_gpu import SharedGpu
-from async_grpo.weights.transport import TransferStuck, fallback_directory, resolve_backend
+from async_grpo.weights.transport import TransferStuck, resolve_backend
 
 POLL_S = 0.1
 ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
@@ -171,12 +171,10 @@ class System:
         self.queue = DriverQueue(self._queue_handle)
         self.verifier_errors = VerifierErrors(config, self.queue, listener, self)
         self._relays = Relays(
+            config,
             home=placement.learners[0].node_id,
             key=facts.key,
-            fallback=fallback_directory(config),
             where=session.on_node,
-            # whoever waits for a relay that hangs can say so before its own deadline
-            deadline_s=config.weight_sync.deadlines.acknowledge_s / 2,
             listener=listener,
         )
         self.frozen = FrozenModels(

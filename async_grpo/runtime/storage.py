@@ -1,9 +1,8 @@
-"""Files that are on the disk when a call returns, with their checksums; who can read them; and
-what goes wrong with a disk.
+"""Files that are on the disk when a call returns, with their checksums; who can read them; what
+goes wrong with a disk; storages at an address.
 
-Runs in: any process (standard library only). Hides fsync, chunks, and how libraries word that a
-disk is full.
-
+Runs in: any process (standard library, and fsspec for an address). Hides fsync, chunks, and how
+libraries word that a disk is full.
 Invariant: a checksum is of the bytes that were written, taken while they were written or read back
 after the write.
 """
@@ -15,7 +14,10 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from async_grpo.errors import SetupError
+from async_grpo.runtime.text import first_line, without_password
 
 _CHUNK = 2**23
 _OS_ERROR = re.compile(r"os error (\d+)")
@@ -42,6 +44,27 @@ class Written:
     in_memory: bool
     note: str
     updates: int
+
+
+def reach(address: str) -> tuple[Any, str]:
+    """Return fsspec's storage of an address or a path, and the path there."""
+    import fsspec
+
+    options = {"auto_mkdir": True} if fsspec.utils.get_protocol(address) == "file" else {}
+    storage, path = fsspec.core.url_to_fs(address, use_listings_cache=False, **options)
+    return storage, path.rstrip("/")
+
+
+def check_known(address: str) -> None:
+    """Look whether fsspec knows the storage, without reaching it. Raises SetupError."""
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
+    except (ValueError, ImportError) as error:
+        hint = " (pip install 'async_grpo[storage]')" * address.startswith("s3")
+        shown = without_password(address)
+        raise SetupError(f"{shown}: {first_line(error)}{hint}") from error
 
 
 def sha256(path: Path) -> str:

@@ -205,6 +205,7 @@ class WeightDelivery(ABC, Generic[Engine]):
             if not engines:
                 break
             self.times.repeated += 1
+            announcement = announcement.whole()
             if attempt == 1:
                 said = f"weight sync {announcement.label} was cut off and is repeated"
                 self._listener.note(f"{said}: {outcome.reasons()}")

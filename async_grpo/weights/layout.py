@@ -200,6 +200,13 @@ def packs(layout: Layout, size: int) -> list[list[int]]:
     return found
 
 
+def pieces(nbytes: int) -> Layout:
+    """Return the layout of bytes that are one after another, in pieces as long as buckets."""
+    starts = range(0, nbytes, BUCKET_BYTES)
+    sizes = [min(BUCKET_BYTES, nbytes - start) for start in starts]
+    return Layout([(f"piece {n}", (size,), "uint8") for n, size in enumerate(sizes, 1)])
+
+
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
     """Return the sentence about a bucket with a wrong checksum."""
     of = "" if buckets is None else f" of {buckets}"

@@ -1,13 +1,12 @@
 """Weights through shared memory: engines and learner on one node, no collective group.
 
-Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy,
-read_segment), EngineCore processes (SegmentReader).
+Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy) and
+on the learner's (written, changes), EngineCore processes (SegmentReader).
 
     learner rank 0 --copy--> segment 0 / 1 --views--> engines of its node
           |
-          |  (for another node, once per publication)
-          +--bytes, through Ray's object store--> relay --copy--> segment 0 / 1
-                                                     --views--> engines of that node
+          |  (for another node, once per publication: `cluster.relays`)
+          +--bytes, or what changed--> relay --copy--> segment 0 / 1 --views--> engines of that node
 
 Hides the segments: two files of a fixed size in /dev/shm, written in turn, so that a publication is
 staged while engines still read the previous one; mappings are reused, because fresh pages cost
@@ -24,7 +23,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,8 @@ from torch import Tensor
 
 from async_grpo.config.schema import Config
 from async_grpo.runtime.lifetime import is_gone, owner
+from async_grpo.weights import delta
+from async_grpo.weights.files import Write
 from async_grpo.weights.layout import Layout, to_wire
 from async_grpo.weights.transport import (
     Announcement,
@@ -151,24 +153,28 @@ class Segments:
         """Create the third segment."""
         self._apart = self._apart or self._create(2)
 
-    def begin(self, sequence: int, *, apart: bool = False) -> Tensor:
+    def begin(self, sequence: int, *, apart: bool = False, newest: bool = False) -> Tensor:
         """Return the buffer for the write with this even number, new to the segment; readers refuse
-        the segment until `commit`.
+        it until `commit`, and without one it is the next in turn again. newest: the buffer begins
+        with the newest write in turn.
         """
         if apart:
             self.reserve()
             assert self._apart is not None
             self._writing = self._apart
         else:
-            self._turn = 1 - self._turn
-            self._writing = self._turns[self._turn]
+            self._writing = self._turns[1 - self._turn]
         self._writing.mark(sequence - 1)
         self._sequence = sequence
+        if newest:
+            self._writing.data.copy_(self._turns[self._turn].data)
         return self._writing.data
 
     def commit(self) -> Path:
         """Mark the write as complete; its file."""
         self._writing.mark(self._sequence)
+        if self._writing is not self._apart:
+            self._turn = 1 - self._turn
         return self._writing.path
 
     def release(self) -> None:
@@ -241,25 +247,30 @@ class SharedMemorySender(WeightSender):
 
 
 class SegmentCopy:
-    """A relay's half: segments of its own node, with the bytes of the learner's."""
+    """A relay's half: segments of its own node, with the bytes of the learner's write `held`."""
 
     def __init__(self, *, key: str, fallback: Path) -> None:
         self._key, self._fallback = key, fallback
         self._segments: Segments | None = None
-        self._newest: tuple[tuple[str, int], Path] | None = None
+        self._newest: Write = ("", 0)
+        self.held: Write | None = None
         self.note = ""
 
-    def write(self, source: tuple[str, int], data: np.ndarray) -> Path:
-        """Copy `data` [nbytes] uint8 into a local segment, once per `source`: path and number of
-        the write in the learner's segment.
+    def write(
+        self, source: Write, nbytes: int, fill: Callable[[np.ndarray], None], *, on_held: bool
+    ) -> Write:
+        """Let `fill` make a copy of `source` in a buffer [nbytes] uint8, once; the write in a local
+        segment. on_held: the buffer begins with what is held.
         """
-        if self._newest is None or self._newest[0] != source:
+        if self.held != source:
             if self._segments is None:
-                directory, self.note = choose_directory(len(data), self._fallback)
-                self._segments = Segments(directory, self._key, len(data))
-            np.copyto(self._segments.begin(source[1]).numpy(), data)
-            self._newest = source, self._segments.commit()
-        return self._newest[1]
+                directory, self.note = choose_directory(nbytes, self._fallback)
+                self._segments = Segments(directory, self._key, nbytes)
+            number = self._newest[1] + 2
+            fill(self._segments.begin(number, newest=on_held).numpy())
+            self._newest = str(self._segments.commit()), number
+            self.held = source
+        return self._newest
 
     def close(self) -> None:
         """Remove the segments."""
@@ -267,13 +278,23 @@ class SegmentCopy:
             self._segments.close()
 
 
-def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
-    """Copy the announced write, [nbytes] uint8. Raises TornTransfer for any other write."""
-    mapping = _Mapping(path, nbytes, create=False)
-    mapping.require(sequence)
-    data = mapping.data.numpy().copy()
-    mapping.require(sequence)
-    return data
+@contextmanager
+def written(write: Write, nbytes: int) -> Iterator[np.ndarray]:
+    """Show a write, [nbytes] uint8, where it lies; TornTransfer if it is another, or becomes it."""
+    mapping = _Mapping(Path(write[0]), nbytes, create=False)
+    mapping.require(write[1])
+    yield mapping.data.numpy()
+    mapping.require(write[1])
+
+
+def changes(base: Write, source: Write, nbytes: int) -> np.ndarray | None:
+    """Return the delta between two writes; None where one is gone, or a whole copy is no longer."""
+    try:
+        with written(base, nbytes) as old, written(source, nbytes) as new:
+            found = delta.encode(old, new, (base, source))
+    except (TornTransfer, FileNotFoundError):
+        return None
+    return found if found.nbytes < nbytes else None
 
 
 class SegmentReader:

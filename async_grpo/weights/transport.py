@@ -86,15 +86,22 @@ class Announcement:
     nbytes: int = 0
     streamed: bool = False
 
+    def whole(self) -> Announcement:
+        """Return it without a delta: a group that is formed anew gets all weights."""
+        rest = {key: value for key, value in self.payload.items() if key != "delta"}
+        return replace(self, payload=rest)
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """An engine's answer to an announcement.
 
     serving: the label of the weights it serves now. failure: "" if it serves the announced ones;
-    else the engine stays paused, and `reason` says why: `torn` (cut off: a complete publication
-    mends it), `mismatch` (other bytes than were sent) or `names` (other tensors than it has).
-    seconds: by phase (`pause`, `load`, `resume`, `total`). recomputed_tokens: cached tokens that
+    else the engine stays paused, or with adapters serves those before, and `reason` says why:
+    `torn` (cut off: a complete publication mends it), `mismatch` (other bytes than were sent) or
+    `names` (other tensors than it has).
+    seconds: by phase (`pause`, `load`, `resume`), and `total`, in which it generated nothing.
+    recomputed_tokens: cached tokens that
     running responses lost; kept_tokens: that they kept; kv_cache: which of the two was chosen, and
     why.
     """
@@ -244,9 +251,9 @@ def merged_stage(ranks: Sequence[Staged]) -> Staged:
 
 def sending_ranks(settings: WeightSync, *, ranks: int, nbytes: int) -> int:
     """Return how many learner ranks send weights of this size where they are pushed. Without a copy
-    only one: ranks would wait for each other in gathers and in broadcasts at once.
+    only one: ranks would wait for each other in gathers and in broadcasts at once. Of deltas too.
     """
-    if not settings.overlap or settings.senders == "one":
+    if not settings.overlap or settings.senders == "one" or settings.delta == "always":
         return 1
     if settings.senders == "every_rank":
         return ranks

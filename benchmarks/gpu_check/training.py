@@ -71,6 +71,12 @@ def nccl(check: Check) -> dict[str, Any]:
     return quickstart(check, "nccl", *check.on_gpus(*APART))
 
 
+def changes(check: Check) -> dict[str, Any]:
+    """Train the quickstart over NCCL, which sends what changed."""
+    device = check.on_gpus(*APART, "model.dtype=bfloat16", "weight_sync.delta=always")
+    return quickstart(check, "changes", *device)
+
+
 def senders(check: Check) -> dict[str, Any]:
     """Train with two learner ranks that both send, and two engines; then let two ranks send more,
     and unverified.
@@ -120,6 +126,12 @@ def zero3(check: Check) -> dict[str, Any]:
 def lora(check: Check) -> dict[str, Any]:
     """Train adapters of the quickstart's model, whose merged weights go to the engine."""
     return quickstart(check, "lora", "model.lora={}", "learner.lr=1e-3", *check.on_gpus(*SHARED))
+
+
+def adapters(check: Check) -> dict[str, Any]:
+    """Train adapters of the quickstart's model, of which the engine holds one per version."""
+    alone = ("model.lora={}", "weight_sync.lora=adapter", "learner.lr=1e-3")
+    return quickstart(check, "adapters", *alone, *check.on_gpus(*SHARED))
 
 
 def offload(check: Check) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from async_grpo.weights.transport import Announcement
 from tests.support.fake_actor import DiesOnce, Slow, StandIn
 from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
+from tests.support.relay_nodes import configured
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -174,11 +175,10 @@ async def fleet(
             env_vars={"A_KEY": "of a service"},
         ),
         relays=Relays(
+            config,
             home=where.learners[0].node_id,
             key="",
-            fallback=directory,
             where=session.on_node,
-            deadline_s=60,
             listener=here.listener,
         ),
     )
@@ -382,8 +382,11 @@ async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
 # ---- weights on a node without a learner ----
 
 
-def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> None:
+@pytest.mark.parametrize("way", ["ray", "files"])
+def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path, way) -> None:
     added = extra(1)
+    sync = {"delta": "always"} | ({"files": f"{tmp_path}/shared"} if way == "files" else {})
+    config = configured(tmp_path, **sync)
     owner = ModuleOwner(torch.nn.Linear(300, 200))
     key, notes = f"test-{uuid.uuid4().hex[:8]}", []
     sender = SharedMemorySender(owner, key=key, fallback=tmp_path)
@@ -406,31 +409,26 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
         session = RaySession(local=False)
         home = session.nodes()[0].node_id
         relays = Relays(
-            home=home,
-            key=key,
-            fallback=tmp_path,
-            where=session.on_node,
-            deadline_s=60,
-            listener=RecordingListener(notes),
+            config, home=home, key=key, where=session.on_node, listener=RecordingListener(notes)
         )
         first = sender.stage("v0.1", verify=True)
         assert await relays.local(first, home) is first, "the learner's own node needs no copy"
         local = await check(relays, first)
         with torch.no_grad():
-            owner.model.weight.add_(1)
+            owner.model.weight[0].add_(1)
         await check(relays, sender.stage("v0.2", verify=True))
         reader.check(
             local.payload["path"], local.payload["sequence"]
         )  # the copy before is still whole: the segments take turns
         os.kill(await relays._relays[added.node_id].pid.remote(), signal.SIGKILL)
         with torch.no_grad():
-            owner.model.weight.add_(1)
+            owner.model.weight[0].add_(1)
         newest = await check(relays, sender.stage("v0.3", verify=True))
         hung = await relays._relays[added.node_id].pid.remote()
         os.kill(hung, signal.SIGSTOP)
         relays._deadline_s = 1
         try:
-            with pytest.raises(TimeoutError, match="its relay took longer than 1 s"):
+            with pytest.raises(TimeoutError, match=r"the relay of node .* took longer than 1 s"):
                 await relays.local(sender.stage("v0.31", verify=True), added.node_id)
         finally:
             os.kill(hung, signal.SIGKILL)
@@ -448,4 +446,6 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
     finally:
         sender.close()
         remove_segments(key, tmp_path)
-    assert notes == []
+    [said] = notes
+    assert said.startswith(f"weights reach node {added.node_id[:8]} as what changed: ")
+    assert not [*tmp_path.glob("shared/*")]

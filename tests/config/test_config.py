@@ -495,10 +495,24 @@ cluster.device=cpu weight_sync.backend=nccl
     vllm.speculative_config` is given, and engines are on CPU
 cluster.device=cpu weight_sync.backend=ipc cluster.layout=colocated
     backend: ipc` needs GPUs
+model.lora={} weight_sync.lora=adapter replay.on_stale=mask
+    `weight_sync.lora` is adapter and `replay.on_stale` is mask
+weight_sync.files=copies
+    `weight_sync.files` is copies | an absolute path and an address
+weight_sync.backend=nccl weight_sync.files=/mnt/weights
+    `weight_sync.files` is "/mnt/weights" | no effect while `weight_sync.backend` is
+weight_sync.backend=nccl weight_sync.delta=off
+    `weight_sync.delta` is "off" | no effect while `weight_sync.backend` is
 weight_sync.backend=ipc
     backend: ipc` | colocated
 weight_sync.backend=nccl cluster.layout=colocated
     backend: nccl` | one GPU
+weight_sync.delta=always weight_sync.overlap=false
+    `weight_sync.delta` is always | set `weight_sync.overlap` to true
+weight_sync.delta=always cluster.layout=colocated
+    with ipc engines read the learner's memory
+'weight_sync={delta: always, backend: {name: nccl, senders: every_rank}}'
+    one rank sends
 "replay.filter_groups={enable: true, metric: ''}"
     metric` is empty | score, acc
 evaluation.every_steps=5 watchdog.step_timeout_s=500
@@ -517,6 +531,8 @@ learner.deepspeed.zero_optimization=3
     zero_optimization.offload_param` is given | set the stage to 3, or leave it out
 "model.freeze=['embed[']"
     `model.freeze` has 'embed[' | no regular expression
+weight_sync.lora=adapter
+    `weight_sync.lora` is adapter, but `model.lora` is not set
 model.lora={} "model.freeze=['embed']"
     `model.freeze` and `model.lora` are both set | `model.lora.target_modules`
 model.lora={} model.reference_refresh_steps=5 algorithm.use_kl_loss=true
@@ -627,6 +643,14 @@ algorithm.distill.coef=0.5
         ["`learner.activation_offload` is true and", "set it to true too"],
     ),
     (
+        ["learner.routing_replay=r2", "learner.compile=true", "learner.ppo_epochs=2"],
+        ["`learner.routing_replay` is r2 and `learner.compile` is true: leave one of them out"],
+    ),
+    (
+        ["learner.routing_replay=r2", "algorithm.anchor=behavior"],
+        ["`algorithm.anchor: behavior` no earlier pass has experts to take: use recomputed"],
+    ),
+    (
         [
             "learner.zero_stage=0",
             "learner.deepspeed.zero_optimization={offload_optimizer: {device: cpu}}",
@@ -674,6 +698,8 @@ algorithm.sft_loss_coef=0.1
 model.warm_start=null model.path=a/b
 learner.tokens_per_micro_batch=1024
 cluster.device=cpu model.dtype=bfloat16 weight_sync.backend=shared_memory
+weight_sync.delta=always
+weight_sync.delta=always weight_sync.overlap=false cluster.device=cpu
 cluster.layout=colocated learner.ranks=2 'cluster.rollout_actors={min: 1, max: 2}' \
 weight_sync.backend=ipc
 'replay.filter_groups={enable: true, metric: format}'

@@ -33,7 +33,8 @@ task.train task.eval task.layout task.columns task.options task.rewards task.rew
 task.streaming task.verifier.on_error task.judges tasks replay.quota
 replay.max_staleness replay.order replay.on_stale replay.journal.enable environment.on_timeout
 environment.max_invalid environment.tools environment.tool_parser environment.renderer
-endpoint.sampling weight_sync.every_steps weight_sync.kv_cache cluster.device cluster.engine.vllm
+endpoint.sampling weight_sync.every_steps weight_sync.kv_cache weight_sync.lora cluster.device
+cluster.engine.vllm
 """
 FREE = """
 model.warm_start.cache_dir model.trust_remote_code rollout.group_timeout_s

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Model
@@ -112,6 +113,7 @@ def config_of(
             "gradient_checkpointing": gradient_checkpointing,
             "deepspeed": {"zero_optimization": SHARD_ALL["zero_optimization"] | offload},
         },
+        weight_sync={"lora": "adapter" if "lora" in variant else "merged"},
     )
 
 
@@ -190,6 +192,40 @@ def check_perturbed(learner: Learner) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(PROBE), at_start, strict=True))
 
 
+def copy_sent(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.sent.named_weights()}
+
+
+def check_factors(learner: Learner) -> None:
+    """What engines with adapters get are the factors that the learner holds, B scaled. Perturbed,
+    every product moves about as far as the weight beside it would, and all is back bit for bit.
+    """
+    sent, held = copy_sent(learner), whole_parameters(learner)
+    factors = [name for name in held if ".lora_" in name]
+    names = [f"base_model.model.{name.replace('.default', '')}" for name in factors]
+    assert sorted(sent) == sorted(names)
+    for name, factor in zip(names, factors, strict=True):
+        scaled = held[factor].float() * (SCALING if ".lora_B." in name else 1.0)
+        assert torch.equal(sent[name], scaled.to(held[factor].dtype)), name
+    metadata = [
+        (name, tuple(one.shape), str(one.dtype).removeprefix("torch."))
+        for name, one in sent.items()
+    ]
+    assert metadata == learner.sent.weight_metadata()
+    whole, logprobs = copy_weights(learner), learner.logprobs(PROBE)
+    with learner.sent.perturbed(scale=0.2, seed=4):
+        moved, moved_whole = copy_sent(learner), copy_weights(learner)
+        apart = zip(learner.logprobs(PROBE), logprobs, strict=True)
+        assert max(abs(a - b).max() for a, b in apart) > 1e-3
+    assert all(not torch.equal(moved[name], one) for name, one in sent.items())
+    for name, weight in whole.items():
+        adapted = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight" in sent
+        share = float((moved_whole[name] - weight).norm() / weight.norm().clamp_min(1e-9))
+        assert 0.1 < share < 0.5 if adapted else share == 0.0, (name, share)
+    assert bitwise(copy_sent(learner), sent) and bitwise(copy_weights(learner), whole)
+    assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(PROBE), logprobs, strict=True))
+
+
 def check_reference(learner: Learner, base: list[np.ndarray]) -> None:
     """The reference of a LoRA run is its base, although the policy has moved on; asking it changes
     nothing. base: its log-probs.
@@ -265,10 +301,14 @@ def sweep(
         check_untrained(start, whole_parameters(learner), variant)
         if lora:
             check_reference(learner, at_start)
+            check_factors(learner)
         check_perturbed(learner)
         published = copy_weights(learner)
         learner.export(str(path / "export"))
         check_export(path / "export", published, directory, lora=lora)
+        if lora:
+            exported = load_file(path / "export" / "adapter" / "adapter_model.safetensors")
+            assert set(exported) == {name for name, _, _ in learner.sent.weight_metadata()}
         learner.save(str(path / "checkpoint"), {})
         if lora and place.get("rank", 0) == 0:
             check_only_adapters(path / "checkpoint")

@@ -186,7 +186,8 @@ def test_a_learner_leaves_an_engine_on_its_gpu_room(
     process._config, process._rank, process._listener, process._queue = config, 0, None, None
     published = SimpleNamespace(weight_metadata=lambda: [("a", [2**20, 3], "bfloat16")])
     monkeypatch.setattr(
-        "async_grpo.learner.learner.Learner", lambda *_, **__: SimpleNamespace(published=published)
+        "async_grpo.learner.learner.Learner",
+        lambda *_, **__: SimpleNamespace(published=published, sent=published),
     )
     monkeypatch.setattr("async_grpo.weights.transport.make_sender", lambda *_, **__: None)
     monkeypatch.setattr("async_grpo.learner.checkpoint.Saving", lambda *_, **__: None)

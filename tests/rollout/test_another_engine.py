@@ -151,6 +151,9 @@ class PlainKind:
     def max_num_seqs(self, config: Config, *, device: str) -> int | None:
         return 7
 
+    def adapter_rank(self, rank: int) -> int:
+        return 16
+
     def serving(self, settings: EngineConfig, *, scores: bool) -> EngineConfig:
         return settings
 

@@ -458,13 +458,14 @@ def cut_next_load(worker: Any, tensors: int) -> None:
     [
         (lambda names: names[:-1], "missing: model.norm.weight"),
         (lambda names: [*names, ["model.extra", [3], "float32"]], "extra: model.extra"),
+        (lambda names: [*names, ["b.lora_A.weight", [4, 64], "float32"]], "extra: b.lora_A"),
         (lambda names: [*names, names[0]], "twice: model.embed_tokens.weight"),
         (
             lambda names: [[names[0][0], [7, 7], "float32"], *names[1:]],
             r"of another shape: model.embed_tokens.weight \(7, 7\) instead of",
         ),
     ],
-    ids=["missing", "extra", "twice", "shape"],
+    ids=["missing", "extra", "factor", "twice", "shape"],
 )
 async def test_other_names_or_shapes_end_the_run_with_the_list(
     run: Run, change: Callable[[list], list], says: str

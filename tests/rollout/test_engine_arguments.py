@@ -5,25 +5,32 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import ray
 import torch
 from vllm import envs
 from vllm.config import ParallelConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils import system_utils
 from vllm.v1.executor import ray_utils
 
+from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.schema import Config
 from async_grpo.config.vllm_keys import _BY_OURS, _OWN, SPECULATION, names
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.vllm.arguments import (
+    ADAPTER_RANKS,
+    adapter_rank,
     engine_arguments,
     set_environment,
     shared_gpu_share,
 )
+from async_grpo.rollout.engine.vllm.support import refusal
+from async_grpo.rollout.frozen import engine_config
+from tests.support.families import write_family
 
 GIB = 2**30
 
@@ -88,6 +95,64 @@ def test_no_batch_is_larger_than_what_its_sequences_hold() -> None:
     """Block tables are as wide as the longest sequence, and vLLM warms up with whole batches."""
     few, longest = arguments(max_num_seqs=3), arguments()["max_model_len"]
     assert 3 * longest < 8192 and few["max_num_batched_tokens"] == 3 * longest
+
+
+def with_adapters(**lora: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "m", "lora": lora},
+            "replay": {"max_staleness": 3},
+            "weight_sync": {"lora": "adapter"},
+        }
+    )
+
+
+def of_adapters(config: Config) -> dict[str, Any]:
+    found = engine_arguments(config, model_dir="m", device="cpu", backend="shared_memory", seed=1)
+    return {name: value for name, value in found.items() if "lora" in name}
+
+
+def test_an_engine_of_adapters_has_slots_for_every_version_in_use() -> None:
+    assert of_adapters(with_adapters(rank=16)) == {
+        "enable_lora": True,
+        "max_loras": 5,
+        "max_lora_rank": 16,
+    }
+    few = of_adapters(with_adapters(target_modules=["self_attn.q_proj", "down_proj"]))
+    assert few["lora_target_modules"] == ["q_proj", "down_proj"]
+    assert not any("lora" in name for name in arguments())
+    own = engine_config(with_frozen(with_adapters()), "big")
+    assert own.adapter_slots == 0 and of_adapters(own) == {}, "a frozen model has none"
+
+
+def with_frozen(config: Config) -> Config:
+    return config.unchecked_copy(update={"frozen": {"big": FrozenModel(path="big")}})
+
+
+@pytest.mark.parametrize(("rank", "allocated"), [(1, 1), (2, 8), (17, 32), (300, 320), (512, 512)])
+def test_a_rank_is_one_of_vllms(rank: int, allocated: int) -> None:
+    assert adapter_rank(rank) == allocated
+    assert set(ADAPTER_RANKS) == set(get_args(MaxLoRARanks))
+
+
+def test_a_rank_that_vllm_has_not_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"`model.lora.rank` is 513, and vLLM .* up to 512: lower"):
+        of_adapters(with_adapters(rank=513))
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"), [("llama", False), ("qwen3_moe", True), ("gpt2", True)]
+)
+def test_models_without_adapters_are_refused_in_words(
+    tmp_path: Path, family: str, refused: bool
+) -> None:
+    set_environment("cpu")
+    write_family(family, tmp_path)
+    plain = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 64}
+    assert refusal(plain, device="cpu") == ""
+    said = refusal(plain | {"enable_lora": True}, device="cpu")
+    assert ("`weight_sync.lora: adapter` needs" in said) if refused else said == ""
 
 
 def test_a_cpu_computes_no_prompt_in_parts() -> None:

@@ -279,7 +279,9 @@ async def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> Non
     }
     processor = SimpleNamespace(request_states=states, external_req_ids={"p0": ["b", "c"]})
 
-    async def generate(prompt: object, params: object, name: str) -> AsyncIterator[object]:
+    async def generate(
+        prompt: object, params: object, name: str, **_: object
+    ) -> AsyncIterator[object]:
         try:
             await asyncio.Event().wait()
         finally:
@@ -318,7 +320,9 @@ def test_what_vllm_says_to_a_request_is_an_error_of_the_engine() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def ask(error: VLLMError) -> None:
-        async def generate(prompt: object, params: object, name: str) -> AsyncIterator[object]:
+        async def generate(
+            prompt: object, params: object, name: str, **_: object
+        ) -> AsyncIterator[object]:
             raise error
             yield
 

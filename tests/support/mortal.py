@@ -26,6 +26,7 @@ from async_grpo.run.checkpoint.directory import Origin
 from async_grpo.run.system import Places, StartFacts, System
 from async_grpo.runtime.storage import Written
 from async_grpo.tasks.mixture import ProblemOrder
+from async_grpo.weights.files import ChainPart
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 from tests.support.listener import RecordingListener
 from tests.support.loops import GROUPS, LIMIT, ROWS, batch_of
@@ -155,11 +156,11 @@ class QueueWork:
 class RelayWork:
     """A relay."""
 
-    async def read(self, *segment: Any) -> np.ndarray:
-        return np.zeros(8, np.uint8)
+    async def offer(self, source: Any, nbytes: int, base: Any, version: bool) -> list[ChainPart]:
+        return [ChainPart(source, nbytes, nbytes)]
 
-    async def write(self, source: Any, data: Any) -> tuple[str, str]:
-        return "copy", ""
+    async def write(self, chain: list[ChainPart], data: Any, seconds: float) -> Any:
+        return ("copy", 2), 1, ""
 
 
 class Mortal:
@@ -170,9 +171,10 @@ class Mortal:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: Any, **options: Any) -> asyncio.Future[Any]:
+        def remote(*arguments: Any, **options: Any) -> Any:
             name, given = (arguments[0], arguments[1:]) if method == "call" else (method, arguments)
-            return asyncio.ensure_future(self._answer(name, given, options))
+            answer = asyncio.ensure_future(self._answer(name, given, options))
+            return [answer, None] if name == "offer" else answer  # Ray's two references
 
         return SimpleNamespace(remote=remote)
 

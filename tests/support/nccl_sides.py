@@ -48,6 +48,7 @@ def make_sender(
     overlap: bool = False,
     buffers: int = 2,
     senders: str = "one",
+    delta: str = "off",
     deadlines: Deadlines | None = None,
 ) -> Any:
     """The one place that builds our sender."""
@@ -56,6 +57,7 @@ def make_sender(
     settings = WeightSync.model_validate(
         {
             "overlap": overlap,
+            "delta": delta,
             "backend": {"name": "nccl", "senders": senders},
             "deadlines": deadlines or Deadlines(),
         }
@@ -114,6 +116,10 @@ class Receiver:
     def receive(self, payload: dict[str, Any]) -> Future:
         self.received = {}
         return in_thread(lambda: self.engine.update_weights(payload), device=self.device)
+
+    def attend(self, payload: dict[str, Any]) -> Future:
+        self.received = {}
+        return in_thread(lambda: self.engine.attend(payload), device=self.device)
 
 
 def bit_equal(received: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:

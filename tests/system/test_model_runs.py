@@ -85,6 +85,29 @@ def test_three_steps_of(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_three_steps_with_adapters_by_version(tmp_path: Path) -> None:
+    """The self-check and every weight sync compare the engine, which has the adapter, with the
+    learner; no cache is computed again.
+    """
+    more = ["model.lora={rank: 4}", "weight_sync.lora=adapter", "learner.lr=0.01"]
+    with (
+        open(tmp_path / "log.txt", "w") as log,
+        trainer_of(tmp_path, "qwen2", log, *more) as trainer,
+    ):
+        trainer.train()
+        assert trainer.steps_done == STEPS
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "train/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["weights/probes"] > 0 and steps[-1]["weights/drift"] <= 1e-4
+    assert steps[-1]["weights/recomputed_tokens"] == steps[-1]["weights/kept_tokens"] == 0
+    last = checkpoint.path_for(tmp_path / "run", STEPS - 1) / checkpoint.MODEL
+    before, after = tensors(tmp_path / "model"), tensors(last)
+    assert any(not torch.equal(one, after[name]) for name, one in before.items())
+    assert (last / "adapter").exists(), "what is exported is both"
+
+
+@pytest.mark.slow
 def test_the_self_check_stops_a_run_whose_experts_are_not_packed_again(tmp_path: Path) -> None:
     """As vLLM alone does it; the trial before the run had an engine with the repair."""
     with open(tmp_path / "log.txt", "w") as log, trainer_of(tmp_path, "qwen3_moe", log) as trainer:

@@ -281,6 +281,9 @@ def logprobs(weights: Weights, response: list[int]) -> np.ndarray:
 class Model(ModuleOwner):
     """The learner's model."""
 
+    share = 1.0
+    """Of the weights, how many a change reaches."""
+
     def logprobs(self, sequences: list[TokenSequence], *, temperature: float) -> list[np.ndarray]:
         return [logprobs(dict(self.named_weights()), response) for _, response in sequences]
 
@@ -288,9 +291,9 @@ class Model(ModuleOwner):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                )
+                moved = torch.rand(parameter.shape, generator=generator) < self.share
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_((noise * moved).to(parameter.dtype))
 
 
 class Learner(LearnerProcess):
@@ -301,7 +304,8 @@ class Learner(LearnerProcess):
     def __init__(self, run: Run, owner: Model, *, overlap: bool) -> None:
         super().__init__(run.config, rank=0, cores=[], queue=None)
         deadlines = run.config.weight_sync.deadlines
-        sender = make_sender(owner, overlap=overlap, deadlines=deadlines)
+        delta = run.config.weight_sync.delta
+        sender = make_sender(owner, overlap=overlap, delta=delta, deadlines=deadlines)
         self._run, self._parts = run, RankParts(owner, sender, saving=None)
 
     def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
@@ -313,7 +317,9 @@ class Learner(LearnerProcess):
         self._run.truth[label] = {
             name: tensor.clone() for name, tensor in self._parts.learner.named_weights()
         }
-        return super().stage(label, verify=verify, sequences=sequences)
+        staged = super().stage(label, verify=verify, sequences=sequences)
+        self._run.announced[label] = staged.announcement.payload
+        return staged
 
 
 class Run:
@@ -330,6 +336,7 @@ class Run:
         *,
         overlap: bool,
         verify: bool = False,
+        delta: str = "off",
         engines: int = 3,
         children: Iterable[str] = (),
     ) -> None:
@@ -349,6 +356,7 @@ class Run:
                     "self_check": False,
                     "overlap": overlap,
                     "verify_every": int(verify),
+                    "delta": delta,
                     "deadlines": deadlines,
                 },
                 "watchdog": {"step_timeout_s": 30.0},
@@ -358,6 +366,7 @@ class Run:
         self.groups: list[int] = []
         self.plan: list[list[dict[str, Any]]] = []
         self.truth: dict[str, Weights] = {}
+        self.announced: dict[str, dict[str, Any]] = {}
         self.lived: list[int] = []
         self.dropped: dict[str, str] = {}
         torch.manual_seed(0)
@@ -762,3 +771,35 @@ async def test_an_engine_that_is_away_takes_part_and_keeps_its_weights(start) ->
     await run.publish(2)
     assert away.engine.serving == "v0.2" and len(run.groups) == formed
     assert bit_equal(await away.front.contents(), run.truth["v0.2"])
+
+
+async def test_deltas_bring_every_bit_while_engines_come_go_are_away_and_are_cut_off(start) -> None:
+    """Every engine that goes on is compared bit for bit (`FrontEnd`, `Run.live`); all weights are
+    sent to new groups only.
+    """
+    run = await start(overlap=True, verify=True, delta="always")
+    run.owner.share = 0.01
+    formed = {0}
+    for version in range(1, 41):
+        cut_off = version in (8, 29)
+        if version in (5, 20):
+            newcomer = Handle(run, f"b{version}")
+            await run.coordinator.join(newcomer, lambda one=newcomer: run.members.append(one))
+            formed.add(version)
+        if version == 13:
+            await run.drop("a0", RuntimeError("preempted"))
+            formed.add(version)
+        if version == 25:
+            pinned = run.coordinator.pinned()
+            away = (await pinned.__aenter__()).engine
+            before = await away.front.contents()
+        took = await run.publish(version, *([[fault("hang", bucket=0)], []] if cut_off else []))
+        assert run.lived[-1] == version and took < attempt_s + LATE_S
+        if version == 33:
+            assert bit_equal(await away.front.contents(), before)
+            await pinned.__aexit__(None, None, None)
+    assert len(run.members) == 4 and all(one.engine.serving == "v0.40" for one in run.members)
+    assert run.count("repeated") == 2 and list(run.dropped) == ["a0"]
+    whole = {label for label, payload in run.announced.items() if "delta" not in payload}
+    assert whole == {f"v0.{version}" for version in formed}
+    assert len(run.groups) == len(formed) + 2, "after a cut, all of it goes to a new group"

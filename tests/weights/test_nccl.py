@@ -26,7 +26,7 @@ from async_grpo.config.schema import Config, Deadlines
 from async_grpo.errors import TransferMismatch
 from async_grpo.rollout.engine.base import EngineError, Sampling
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
-from async_grpo.weights.transport import TornTransfer, Version, merged_payloads
+from async_grpo.weights.transport import Announcement, TornTransfer, Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.learners import run_ranks, set_rank
@@ -475,13 +475,13 @@ def sender_device() -> int:
     return 1 if GPUS else 0
 
 
-def publish(sender: Any, serving: Serving, version: int) -> None:
-    received = serving.submit(
-        serving.engine.receive(sender.stage(Version(0, version).label, verify=True))
-    )
+def publish(sender: Any, serving: Serving, version: int) -> Announcement:
+    announcement = sender.stage(Version(0, version).label, verify=True)
+    received = serving.submit(serving.engine.receive(announcement))
     sent = in_thread(sender.send, device=sender_device())
     assert sent.result(DEADLINE_S) == ""
     assert received.result(DEADLINE_S).serving == Version(0, version).label
+    return announcement
 
 
 def assert_serves(serving: Serving, version: int, models: dict[int, torch.nn.Module]) -> None:
@@ -530,6 +530,35 @@ def test_publications_reach_a_real_engine(serving: Serving, control: Control, pa
             "a checksum follows every bucket"
         )
         assert {e.pid for e in ends}.isdisjoint({e.pid for e in control.events("end", rank=0)})
+
+
+def test_what_changed_reaches_a_real_engine(serving: Serving) -> None:
+    """It loads all of it from the copy that it keeps: the layers that changed, and the others."""
+    device = f"cuda:{sender_device()}" if GPUS else "cpu"
+    first = serving.engine.serving_version + 1
+    models = {version: perturbed(serving.model, version) for version in range(first - 1, first + 3)}
+    for version in (first + 1, first + 2):
+        changed = dict(models[version].named_parameters())
+        models[version] = copy.deepcopy(models[version - 1])
+        with torch.no_grad():
+            for name, parameter in models[version].named_parameters():
+                if "layers.0.mlp" in name:
+                    parameter.copy_(changed[name])
+    owner = ModuleOwner(serving.model)
+    owner.device = device
+    sender = make_sender(owner, overlap=True, delta="always")
+    try:
+        [payload] = sender.connect("127.0.0.1", [1])
+        joined = serving.submit(serving.engine.connect(payload))
+        in_thread(sender.rendezvous, device=sender_device()).result(DEADLINE_S)
+        assert not joined.result(DEADLINE_S).failure
+        for version in range(first, first + 3):
+            owner.model = copy.deepcopy(models[version]).to(device)
+            announcement = publish(sender, serving, version)
+            assert ("delta" in announcement.payload) is (version > first)
+            assert_serves(serving, version, models)
+    finally:
+        sender.close()
 
 
 @only_doubles

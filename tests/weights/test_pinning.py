@@ -147,14 +147,15 @@ async def test_it_is_checked_once_only() -> None:
 
 @pytest.mark.parametrize("dies", ["away", "on its way back", "torn on its way back"])
 async def test_one_that_dies_is_not_waited_for(dies: str) -> None:
-    run = Run(config(acknowledge_s=0.05))
+    hangs = dies == "on its way back"
+    run = Run(config(acknowledge_s=0.3 if hangs else 30.0))
     await run.coordinator.start(0)
     with suppress(RuntimeError):
         async with run.coordinator.pinned() as pin:
             if dies == "away":
                 await run.drop(pin.engine.actor_id, RuntimeError("killed"))  # the manager noticed
                 raise RuntimeError("its call failed")
-            if dies == "on its way back":
+            if hangs:
                 pin.engine.gate = asyncio.Event()
             else:
                 pin.engine.failures = [torn()]

@@ -18,12 +18,13 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
 from async_grpo.run.planning import RowMath
-from tests.support.families import config_of
+from tests.support.families import config_of, write_family
 from tests.support.learners import (
     Case,
     after_each_update,
     copy_weights,
     make_case,
+    open_learner,
     set_rank,
     split,
     write_neighbour,
@@ -101,6 +102,21 @@ def frozen(config: Config) -> list[str]:
     return [name for name, one in hf.named_parameters() if not one.requires_grad]
 
 
+@cache
+def _mixture() -> tuple[str, Case]:
+    path = workplace()
+    write_family("qwen3_moe", path)
+    return str(path), make_case(str(path), n_updates=2)
+
+
+def routed(config: Config) -> bool:
+    """Whether later passes of a mixture of experts were given routes."""
+    directory, case = _mixture()
+    with open_learner(config, {"mixture": directory}, case, name="mixture") as learner:
+        learner.prepare(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
+        return "train/routes_changed" in learner.train(case.values, 0.1)["sums"]
+
+
 def _trained(key: str, value: Any, given: dict[str, Any] | None = None) -> Wire:
     return Wire(key, value, trained, {**GIVEN, **(given or {})})
 
@@ -142,6 +158,7 @@ def wires() -> list[Wire]:
         _trained("learner.gradient_checkpointing", True),
         _trained("learner.activation_offload", True, {"learner.gradient_checkpointing": True}),
         _trained("learner.compile", True),
+        Wire("learner.routing_replay", "r2", routed, {**GIVEN, "learner.ppo_epochs": 2}),
         _trained("learner.kernels", "none"),
         _trained("learner.deepspeed", {"wall_clock_breakdown": True}),
     ]

@@ -317,6 +317,7 @@ WIRES = [
     Wire("cluster.engine.enforce_eager", True, served),
     Wire("cluster.engine.vllm", {"kv_cache_dtype": "fp8"}, served),
     Wire("weight_sync.kv_cache", "keep", served),
+    Wire("weight_sync.lora", "adapter", served, {"model.lora": {}}),
     Wire("weight_sync.deadlines.pause_s", 41.0, served),
     Wire("weight_sync.deadlines.resume_s", 42.0, served),
 ]

@@ -202,6 +202,7 @@ def _connection() -> Any:
     return SimpleNamespace(
         session=SimpleNamespace(exposed_token=lambda: None),
         key="wires",
+        left="",
         close=lambda: None,
         remove_leftovers=lambda: None,
     )

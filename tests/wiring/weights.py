@@ -23,7 +23,8 @@ from async_grpo.weights.transport import (
     resolve_backend,
 )
 from tests.support.listener import RecordingListener
-from tests.support.wiring import Wire, recorded_waits
+from tests.support.relay_nodes import RelayNodes
+from tests.support.wiring import Wire, recorded_waits, workplace
 
 PROMPT, RESPONSE = [1, 2], [3, 4]
 
@@ -123,6 +124,31 @@ async def _published(config: Config) -> list[Any]:
     return [parts.seen, live, graces, sorted(waits)]
 
 
+def relayed(config: Config) -> list[Any]:
+    """How two versions reach another node: parts, whether they are files, and what they begin
+    from.
+    """
+    return asyncio.run(_relayed(config))
+
+
+async def _relayed(config: Config) -> list[Any]:
+    seen: list[Any] = []
+
+    def before(node: str, method: str, given: list[Any]) -> None:
+        if method == "write":
+            seen.append([(bool(part.name), part.base is None) for part in given[0]])
+
+    world = RelayNodes(workplace(), nbytes=128, config=config)
+    world.before = before
+    with world.patched():
+        for value in range(2):
+            data = np.zeros(128, np.uint8)
+            data[0] = value
+            await world.fetch(world.stage(data), "other")
+        await world.relays.close()
+    return seen
+
+
 def chosen(config: Config) -> list[str]:
     """How weights are sent on each device."""
     return [
@@ -153,11 +179,36 @@ def sent(config: Config) -> list[int]:
     return shares
 
 
+def announced(config: Config) -> dict[str, Any]:
+    """What engines are told of a version that is pushed to them."""
+    import torch
+
+    from async_grpo.rollout.engine.vllm.nccl import NcclSender
+
+    owner = SimpleNamespace(
+        rank=0,
+        world_size=1,
+        device="cpu",
+        sharded=False,
+        weight_metadata=lambda: [("w", (8, 8), "float32")],
+        named_weights=lambda: iter([("w", torch.zeros(8, 8))]),
+    )
+    sender = NcclSender.of(owner, config=config, key="wiring")
+    try:
+        sender.connect("127.0.0.1", [1])
+        return sender.stage("v0.1", verify=False).payload
+    finally:
+        sender.close()
+
+
 DEADLINES = "weight_sync.deadlines"
 WIRES = [
     Wire("weight_sync.backend", "nccl", chosen),
     Wire("run.dir", "/tmp/wiring/here", kept, against="/tmp/wiring/there"),
+    Wire("weight_sync.delta", "off", relayed),
+    Wire("weight_sync.files", f"{workplace()}/weights", relayed),
     Wire("weight_sync.overlap", False, published),
+    Wire("weight_sync.delta", "always", announced),
     Wire("weight_sync.backend.nccl.senders", "every_rank", sent),
     Wire("weight_sync.self_check", False, published),
     Wire("weight_sync.verify_every", 2, published),

@@ -5,11 +5,11 @@ Runs in: rollout actors, learner ranks (what pushes weights to it), and the driv
 trial of a model). Hides which engine it is: `vllm` is the one there is, another is a folder beside
 it, named where `choice` names vLLM's. Token-in, token-out: no text enters or leaves a running one.
 
-Invariants, which every engine holds: `serving` is the label that new tokens carry; it changes only
-inside `receive`, between the load and the resume, and its version never falls. An engine whose
-weights may be a mixture stays paused. A response keeps its tokens over a publication. Every
-returned token has a finite log-prob under the distribution it was sampled from and a version;
-anything else raises.
+Invariants, which every engine holds: `serving` is the label that new tokens carry, with adapters
+(`weight_sync.lora`) those of new requests; it changes only inside `receive`, between the load and
+the resume, and its version never falls. An engine whose weights may be a mixture stays paused. A
+response keeps its tokens over a publication, and with adapters its label. Every returned token has
+a finite log-prob under the distribution it was sampled from and a version; anything else raises.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Engine(Protocol):
     async def receive(self, announcement: Announcement) -> Receipt:
         """Serve the announced weights: pause with requests kept, load, label, resume. With a
         failure in the receipt, weights may be mixed and the engine stays paused until a publication
-        succeeds.
+        succeeds. With adapters it pauses nobody, and a failure changes nothing.
 
         Raises TimeoutError for a phase beyond its deadline, ValueError for a version older than the
         served one; then the engine must be replaced.
@@ -206,6 +206,9 @@ class EngineKind(Protocol):
 
     def max_num_seqs(self, config: Config, *, device: str) -> int | None:
         """Responses that one engine generates at the same time; None where the library chooses."""
+
+    def adapter_rank(self, rank: int) -> int:
+        """Rank that it allocates for adapters of a rank. Raises SetupError for one too large."""
 
     def serving(self, settings: EngineConfig, *, scores: bool) -> EngineConfig:
         """Return the settings of an engine that scores sequences, or answers by a schema."""

@@ -29,7 +29,7 @@ from typing import Any
 
 from async_grpo.errors import RunError, SetupError
 from async_grpo.run.checkpoint import directory as checkpoint
-from async_grpo.runtime.storage import sha256
+from async_grpo.runtime.storage import check_known, reach, sha256
 from async_grpo.runtime.text import first_line, without_password
 
 INDEX, OWN = "mirror.json", "run_key.json"
@@ -123,7 +123,7 @@ class Mirror:
         """Make the copy what the run directory is now; how many files were sent. Raises
         MirrorTaken, and what the storage raises.
         """
-        storage, root = _reach(self.address)
+        storage, root = reach(self.address)
         listed = self._listed(storage, root)
         number = listed["number"] + 1
         before: dict[str, Entry] = listed["files"]
@@ -258,16 +258,9 @@ class Mirror:
 def check_addresses(*addresses: str | None) -> None:
     """Look whether fsspec knows these storages, without reaching them. Raises SetupError."""
     for address in filter(None, addresses):
-        import fsspec
-
         if "://" not in address:
             raise SetupError(f"checkpoint.mirror is {address}, no address: scheme://...")
-        try:
-            fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
-        except (ValueError, ImportError) as error:
-            hint = " (pip install 'async_grpo[storage]')" * address.startswith("s3")
-            shown = without_password(address)
-            raise SetupError(f"{shown}: {first_line(error)}{hint}") from error
+        check_known(address)
 
 
 def fetch(
@@ -282,7 +275,7 @@ def fetch(
         return
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        storage, root = _reach(address.rstrip("/"))
+        storage, root = reach(address.rstrip("/"))
         if (listed := _read(storage, root)) is None:
             raise SetupError(f"{shown} has no copy of a run: {INDEX} is missing")
         note(f"bringing {len(listed['files'])} files of {shown} to {run_dir}")
@@ -354,15 +347,6 @@ def _tell_own(run_dir: Path, run: str, *starts: str) -> None:
     new = run_dir / f"{OWN}.new"
     new.write_text(json.dumps({"run": run, "starts": starts}), encoding="utf-8")
     os.replace(new, run_dir / OWN)
-
-
-def _reach(address: str) -> tuple[Any, str]:
-    """Return fsspec's storage of an address, and the path there."""
-    import fsspec
-
-    options = {"auto_mkdir": True} if fsspec.utils.get_protocol(address) == "file" else {}
-    storage, path = fsspec.core.url_to_fs(address, use_listings_cache=False, **options)
-    return storage, path.rstrip("/")
 
 
 def _read(storage: Any, root: str) -> Listed | None:

@@ -147,7 +147,9 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
     import torch
     from transformers.utils import cached_file
 
+    from async_grpo.learner.backend.base import WholeModel
     from async_grpo.learner.model import PolicyModel, model_class
+    from async_grpo.learner.routing import RoutingReplay
     from async_grpo.learner.weights import Published
     from async_grpo.weights.names import check_names, file_shapes
 
@@ -164,12 +166,14 @@ def _check_names(config: Config, model: str, found: PretrainedConfig) -> None:
             f"and transformers cannot do it with "
             f"{found.model_type}: set it to false"
         )
+    policy = PolicyModel(hf, float32_head=False)
+    if config.learner.routing_replay != "off":
+        RoutingReplay(WholeModel(policy))  # refuses a model without experts
     if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
         return
     files = file_shapes(str(directory))
-    tied = PolicyModel(hf, float32_head=False).tied
     published = Published(hf, files=files)
-    check_names(files, published.weight_metadata(), tied=tied, where=model)
+    check_names(files, published.weight_metadata(), tied=policy.tied, where=model)
 
 
 def _check_engine(config: Config, model: str, found: PretrainedConfig) -> None:

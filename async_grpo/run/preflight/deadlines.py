@@ -31,7 +31,8 @@ def step_seconds(config: Config, shape: Shape) -> tuple[float, float]:
     tokens *= rollout.longest_row
     again = FORWARD if config.learner.recomputes else 0
     passes = (FORWARD + BACKWARD + again) * config.learner.ppo_epochs
-    passes += FORWARD * (algorithm.uses_reference + (algorithm.anchor == "recomputed"))
+    first = algorithm.anchor == "recomputed" or config.learner.routing_replay != "off"
+    passes += FORWARD * (algorithm.uses_reference + first)
     trained = passes * shape.parameters * tokens / config.learner.ranks / LEARNER_FLOPS_S
     return TOKEN_S * rollout.response_length, trained
 

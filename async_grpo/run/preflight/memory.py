@@ -159,6 +159,8 @@ class EngineMemory:
     """Tokens of the longest row."""
     rest: int = 0
     """Of the libraries on a GPU, activations and CUDA graphs."""
+    adapters: int = 0
+    """Of the weights: slots for adapters."""
 
     def rows(self, kv_cache: int) -> int:
         """Responses of full length whose cache fits at the same time."""
@@ -276,12 +278,16 @@ def engine_memory(
     size = element_bytes(config, device)
     tensor_parallel = config.cluster.engine.tensor_parallel_size
     heads = max(1, shape.kv_heads // tensor_parallel) if shape.kv_heads else 0
+    slots, lora = config.adapter_slots * size, config.model.lora
+    if slots and lora is not None:
+        slots *= shape.trained * ENGINE.adapter_rank(lora.rank) // lora.rank
     return EngineMemory(
-        weights=shape.parameters * size // tensor_parallel,
+        weights=shape.parameters * size // tensor_parallel + slots,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         kv_token=2 * shape.layers * heads * shape.head_dim * size,
         longest=config.rollout.longest_row,
         rest=0 if device == "cpu" else ENGINE.gpu_bytes,
+        adapters=slots,
     )
 
 

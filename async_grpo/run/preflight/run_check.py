@@ -20,6 +20,7 @@ from async_grpo.replay.resume import identity
 from async_grpo.run.checkpoint.mirror import check_addresses
 from async_grpo.run.checkpoint.resume import as_before, changes, find_checkpoint, has_past
 from async_grpo.run.preflight.model import check_journal, check_metric, look
+from async_grpo.runtime.storage import check_known
 from async_grpo.runtime.text import first_line, listed
 from async_grpo.runtime.variables import variables
 from async_grpo.tasks.base import Problems, TaskError, task_weights
@@ -57,6 +58,8 @@ def check_run(config: Config, *, notes: list[str] | None) -> Checked:
         preflight_files(config)
         addresses(config)
         check_addresses(config.checkpoint.mirror, config.checkpoint.resume_address)
+        if config.weight_sync.files is not None:
+            check_known(config.weight_sync.files)
         variables(config.env_vars, "task.env_vars")
         task = load_tasks(config)
         check_concurrency(config, [one for _, one in parts_of(config, task)])

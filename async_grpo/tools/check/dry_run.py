@@ -362,6 +362,7 @@ def _memory(
     yield (
         "engine",
         f"weights {size_text(engine.weights)}, "
+        + (f"{size_text(engine.adapters)} of them adapters, " if engine.adapters else "")
         + (f"CUDA, graphs and activations about {size_text(engine.rest)}, " if engine.rest else "")
         + f"KV cache {size_text(engine.kv_token)} a token, "
         + (
@@ -375,10 +376,8 @@ def _memory(
     for name, frozen in frozen_memory(config, device=device, backend=backend).items():
         cache = f", KV cache {size_text(frozen.kv_cache)}" if frozen.kv_cache else ""
         yield (f"frozen model {name}", f"weights {size_text(frozen.weights)}{cache}")
-    yield (
-        "weight sync",
-        f"{size_text(shape.parameters * element_bytes(config, device))} to every engine",
-    )
+    sent = shape.trained if engine.adapters else shape.parameters
+    yield ("weight sync", f"{size_text(sent * element_bytes(config, device))} to every engine")
 
 
 def _placement(

@@ -62,7 +62,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 def objects(address: str) -> set[str]:
     """All that lies at an address."""
-    storage, root = mirror._reach(address)
+    storage, root = mirror.reach(address)
     storage.invalidate_cache()
     return {str(name).split(f"{root.lstrip('/')}/", 1)[1] for name in storage.find(root)}
 
@@ -159,7 +159,7 @@ class Failing:
 def test_a_copy_is_whole_wherever_the_storage_fails(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reach, seen = mirror._reach, set()
+    reach, seen = mirror.reach, set()
     for calls in range(200):
         address = f"memory://{uuid.uuid4().hex}"
         place = tmp_path / f"run{calls}"
@@ -177,7 +177,7 @@ def test_a_copy_is_whole_wherever_the_storage_fails(
                 storage, root = reach(where)
                 return Failing(storage, calls), root
 
-            patch.setattr(mirror, "_reach", failing)
+            patch.setattr(mirror, "reach", failing)
             try:
                 copy.copy()
                 failed = False
@@ -266,7 +266,7 @@ def test_a_run_may_go_on_at_another_address_and_come_back(run_dir: Path, tmp_pat
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Storages that stand still until this is set."""
-    reach, go = mirror._reach, threading.Event()
+    reach, go = mirror.reach, threading.Event()
 
     class Slow:
         def __init__(self, storage: Any) -> None:
@@ -281,7 +281,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         storage, root = reach(where)
         return Slow(storage), root
 
-    monkeypatch.setattr(mirror, "_reach", slow)
+    monkeypatch.setattr(mirror, "reach", slow)
     return go
 
 
@@ -382,7 +382,7 @@ def test_an_error_of_the_storage_itself_is_one_sentence(
     def away(where: str) -> tuple[Any, str]:
         raise LookupError("no credentials\nlook here")
 
-    monkeypatch.setattr(mirror, "_reach", away)
+    monkeypatch.setattr(mirror, "reach", away)
     (tmp_path / "there").mkdir()
     with pytest.raises(SetupError, match=r"s3://\*\*\*@a cannot be .*: no credentials$"):
         fetch("s3://me:secret@a", tmp_path / "there", note=unheard, check=nothing)
@@ -391,7 +391,7 @@ def test_an_error_of_the_storage_itself_is_one_sentence(
 def test_a_storage_of_one_kilobyte_a_second_does_not_hold_the_end(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reach = mirror._reach
+    reach = mirror.reach
     monkeypatch.setattr(mirror, "_CHUNK", 100)
 
     class Trickling:
@@ -416,7 +416,7 @@ def test_a_storage_of_one_kilobyte_a_second_does_not_hold_the_end(
         storage, root = reach(where)
         return Trickling(storage), root
 
-    monkeypatch.setattr(mirror, "_reach", trickling)
+    monkeypatch.setattr(mirror, "reach", trickling)
     copy = Mirror(f"memory://{uuid.uuid4().hex}", run_dir, note=unheard)
     copy.begin()
     copy.ready(nothing)

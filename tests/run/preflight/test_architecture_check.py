@@ -146,6 +146,23 @@ def test_gradient_checkpointing_that_a_model_lacks_is_refused(
         list(check_architecture(asked, str(tmp_path)))
 
 
+def test_routing_replay_of_a_model_without_experts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda _: UNASKED)
+    for name in ("llama", "mixtral"):
+        write_family(name, tmp_path / name)
+        asked = config(str(tmp_path / name))
+        changes = {"routing_replay": "r2", "ppo_epochs": 2}
+        learner = asked.learner.model_copy(update=changes)
+        asked = asked.model_copy(update={"learner": learner})
+        if name == "llama":
+            with pytest.raises(SetupError, match="is r2, but llama has no router whose experts"):
+                list(check_architecture(asked, str(tmp_path / name)))
+        else:
+            list(check_architecture(asked, str(tmp_path / name)))
+
+
 def test_a_model_whose_own_forward_pass_fails_is_refused() -> None:
     xmod = AutoConfig.for_model(
         "xmod", hidden_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=128,

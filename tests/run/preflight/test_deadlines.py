@@ -58,6 +58,7 @@ def test_a_step_of_long_answers_is_named() -> None:
         ({"learner": {"ppo_epochs": 2}}, 2),
         ({"algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1}}, 8 / 6),
         ({"algorithm": {"anchor": "recomputed"}}, 8 / 6),
+        ({"learner": {"ppo_epochs": 2, "routing_replay": "r2"}}, 14 / 6),
     ],
 )
 def test_passes_over_the_tokens_are_counted(sections: dict[str, object], factor: float) -> None:

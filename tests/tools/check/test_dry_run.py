@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -87,6 +88,20 @@ def test_the_cache_of_an_engine() -> None:
     # keys and values, layers, heads of one GPU, size of a head, bytes
     assert need.kv_token == 2 * 32 * 4 * 128 * 2
     assert need.rows(need.kv_cache) == 20 * 2**30 // (need.kv_token * 8192)
+
+
+@pytest.mark.parametrize(("rank", "slots"), [(16, 4), (4, 8)])
+def test_slots_for_adapters_are_memory_of_an_engine(rank: int, slots: int) -> None:
+    """Of a version each, in the next rank that the engine has: 8 in the place of 4."""
+    lora = {"model": {"path": "m", "dtype": "bfloat16", "lora": {"rank": rank}}}
+    shape = dataclasses.replace(SEVEN, trained=10**6)
+    held = {"weight_sync": {"lora": "adapter"}, "replay": {"max_staleness": 2}}
+    merged, need = (
+        engine_memory(config_of(**lora, **more), shape, device="cuda", kv_cache_gb=1)
+        for more in ({}, held)
+    )
+    assert (merged.adapters, need.adapters) == (0, slots * 10**6 * 2)
+    assert need.weights - merged.weights == need.adapters
 
 
 @pytest.mark.parametrize(

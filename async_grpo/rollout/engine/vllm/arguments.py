@@ -26,6 +26,9 @@ ENGINE_BYTES = 3 * 2**30
 of a forward pass, CUDA graphs. An estimate.
 """
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates for adapters."""
+
 _OF_THE_MACHINE = (
     "worker_extension_cls",
     "max_model_len",
@@ -35,6 +38,7 @@ _OF_THE_MACHINE = (
     "distributed_executor_backend",
     "max_num_batched_tokens",
     "gpu_memory_utilization",
+    "max_loras",
 )
 """Arguments that have nothing to do with what an engine computes."""
 
@@ -53,6 +57,16 @@ def max_num_seqs(config: Config, *, device: str) -> int | None:
     """Responses that one engine generates at the same time; None where vLLM chooses, by its GPU."""
     chosen = config.cluster.engine.max_num_seqs
     return CPU_MAX_NUM_SEQS if chosen is None and device == "cpu" else chosen
+
+
+def adapter_rank(rank: int) -> int:
+    """Return the rank that an engine allocates for adapters of a rank. Raises SetupError."""
+    if rank > ADAPTER_RANKS[-1]:
+        raise SetupError(
+            f"`model.lora.rank` is {rank}, and vLLM takes adapters up to {ADAPTER_RANKS[-1]}: "
+            "lower it, or set `weight_sync.lora` to merged"
+        )
+    return next(one for one in ADAPTER_RANKS if one >= rank)
 
 
 def engine_arguments(
@@ -93,6 +107,12 @@ def engine_arguments(
     }
     if config.model.lm_head_fp32:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if config.adapter_slots and config.model.lora is not None:
+        arguments |= {"enable_lora": True, "max_loras": config.adapter_slots}
+        arguments["max_lora_rank"] = adapter_rank(config.model.lora.rank)
+        targets = config.model.lora.target_modules
+        if not isinstance(targets, str):  # vLLM goes by the last parts of names
+            arguments["lora_target_modules"] = [one.rpartition(".")[2] for one in targets]
     if cpu:
         arguments["block_size"] = 32
         # vLLM dies of a seeded request whose prompt it computes in several parts.

@@ -30,6 +30,7 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, EngineError, Purpose, Sampling
 from async_grpo.rollout.engine.speeds import Speeds
+from async_grpo.rollout.engine.vllm.adapters import Adapters
 from async_grpo.rollout.engine.vllm.arguments import (
     engine_arguments,
     set_environment,
@@ -42,6 +43,7 @@ from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
@@ -91,13 +93,19 @@ class CountedRequests:
         return Total
 
     async def final(
-        self, llm: AsyncLLM, prompt: dict[str, Any], params: Any, name: str, purpose: Purpose
+        self,
+        llm: AsyncLLM,
+        prompt: dict[str, Any],
+        params: Any,
+        name: str,
+        purpose: Purpose,
+        adapter: LoRARequest | None = None,
     ) -> RequestOutput | None:
         """Send a request, count its tokens, also if cancelled, and return the last output."""
 
         async def last() -> RequestOutput | None:
             final = None
-            async for output in llm.generate(prompt, params, name):
+            async for output in llm.generate(prompt, params, name, lora_request=adapter):
                 final = output
             return final
 
@@ -145,13 +153,15 @@ class VllmEngine:
         stop_token_ids: Sequence[int],
         kv_cache: Mode,
         deadlines: Deadlines,
+        adapters: Adapters | None = None,
         counted: CountedRequests | None = None,
         directory: Path | None = None,
     ) -> None:
-        """directory: temporary files of the engine."""
+        """adapters: None where it gets whole weights. directory: temporary files of the engine."""
         self._llm, self.stop_token_ids = llm, list(stop_token_ids)
         self._caches, self._deadlines = CacheChoice(kv_cache), deadlines
         self._counted, self._directory = counted or CountedRequests(), directory
+        self._adapters = adapters or Adapters(0)
         self._requests = 0
         self._running: dict[str, int] = {}  # responses of each named request
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
@@ -217,6 +227,7 @@ class VllmEngine:
             stop_token_ids=stop_token_ids,
             kv_cache=cache_mode(config, device=device),
             deadlines=config.weight_sync.deadlines,
+            adapters=Adapters(config.adapter_slots),
             counted=counted,
             directory=directory,
         )
@@ -299,8 +310,8 @@ class VllmEngine:
         )
         salt = self.serving  # keeps prefix caches of different versions apart
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": salt}
-        with _answering():
-            final = await self._counted.final(self._llm, prompt, params, name, purpose)
+        with self._adapters.begun(name, salt) as (adapter, label), _answering():
+            final = await self._counted.final(self._llm, prompt, params, name, purpose, adapter)
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(
                 f"the engine returned {0 if final is None else len(final.outputs)} of "
@@ -309,7 +320,7 @@ class VllmEngine:
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         try:
             outputs = sorted(final.outputs, key=lambda output: output.index)
-            seen = first_token, final.num_cached_tokens or 0, salt
+            seen = first_token, label, final.num_cached_tokens or 0, salt
             return [_completion(output, *seen) for output in outputs]
         except EngineError:
             if purpose == "rollouts":
@@ -329,8 +340,9 @@ class VllmEngine:
         the final answer, but for the tokens that are held (`scheduler`).
         """
         found: dict[int, Completion] = {}
+        label = self._adapters.label(name)
         for state in _states(self._llm, name):
-            found |= {one.index: _completion(one, 0.0) for one in _ended(state.parent_req)}
+            found |= {one.index: _completion(one, 0.0, label) for one in _ended(state.parent_req)}
             tokens = state.detokenizer.output_token_ids
             logprobs = state.logprobs_processor.logprobs.logprobs
             if len(tokens) != len(logprobs):
@@ -340,7 +352,7 @@ class VllmEngine:
             starts = state.weight_version_starts
             ends = [start for _, start in starts[1:]] + [len(tokens)]
             labels = [
-                (label, start, end) for (label, start), end in zip(starts, ends, strict=False)
+                (label or own, start, end) for (own, start), end in zip(starts, ends, strict=False)
             ]
             found[state.request_index] = Completion(
                 np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), labels, "", 0.0
@@ -386,11 +398,11 @@ class VllmEngine:
         self._requests += 1
         labels = [self.serving]
         tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
-        with _answering():
-            final = await self._counted.final(self._llm, tokens, params, name, "probes")
+        with self._adapters.begun(name, self.serving) as (adapter, label), _answering():
+            final = await self._counted.final(self._llm, tokens, params, name, "probes", adapter)
         if final is None or final.prompt_logprobs is None:
             raise EngineError("the engine returned no log-probs of a prompt")
-        labels += [span.version for span in final.outputs[0].weight_versions or []]
+        labels += [label or span.version for span in final.outputs[0].weight_versions or []]
         found, shape = final.prompt_logprobs, (len(response), 1 + top_k)
         start = found.start_indices[len(prompt)]  # of each position: its token, then the best
         values = np.asarray(found.logprobs[start:], np.float32).reshape(shape)
@@ -423,6 +435,8 @@ class VllmEngine:
         """See `Engine.receive`."""
         async with self._changes:
             self._refuse_older(announcement.label)
+            if self._adapters.slots:
+                return await self._receive_adapter(announcement)
             self._steady.clear()
             self._mixed = True
             started, limits = time.perf_counter(), self._deadlines
@@ -466,6 +480,33 @@ class VllmEngine:
                 kv_cache=f"{'computed again' if clears else 'kept'} ({why})",
             )
 
+    async def _receive_adapter(self, announcement: Announcement) -> Receipt:
+        """Load an adapter beside those of running responses, which go on."""
+        if asleep := self._asleep:  # whose requests cannot end
+            await self._wake_all()
+        try:
+            return await self._load_adapter(announcement)
+        finally:
+            if asleep:
+                self._steady.set()
+
+    async def _load_adapter(self, announcement: Announcement) -> Receipt:
+        limits = self._deadlines
+        try:  # a group over NCCL waits no longer for one engine
+            number, kept = await self._adapters.room(min(limits.pause_s, limits.acknowledge_s / 2))
+        except TimeoutError as error:
+            return Receipt(self.serving, "torn", str(error))
+        started = time.perf_counter()
+        take = self._workers("take_publication", announcement.payload, [number, kept])
+        outcome = self._receipt(await take)
+        if outcome.failure:
+            return outcome
+        self._adapters.serve(number)
+        self.serving = announcement.label
+        seconds = time.perf_counter() - started
+        phases = {"pause": 0.0, "load": seconds, "resume": 0.0, "total": 0.0}
+        return Receipt(self.serving, seconds=phases)
+
     async def sleep(self) -> int:
         """See `Engine.sleep`."""
         self._steady.clear()
@@ -483,10 +524,13 @@ class VllmEngine:
         async with self._changes:
             if not self._asleep or self._mixed:
                 return
-            await self._wake_up(None)
-            again = [length for length in self._lengths().values() if length]
-            self._counted.speeds.resumed(again)
+            await self._wake_all()
             self._steady.set()
+
+    async def _wake_all(self) -> None:
+        await self._wake_up(None)
+        again = [length for length in self._lengths().values() if length]
+        self._counted.speeds.resumed(again)
 
     async def _wake_up(self, tags: list[str] | None) -> None:
         """Map memory again: `weights`, with those from before the sleep, or all of it (also None),
@@ -595,8 +639,9 @@ def _answering() -> Iterator[None]:
 
 
 def _completion(
-    output: CompletionOutput, first_token: float, cached_tokens: int = 0, salt: str = ""
+    output: CompletionOutput, first_token: float, label: str, cached_tokens: int = 0, salt: str = ""
 ) -> Completion:
+    """label: of all of its tokens; "": what vLLM says."""
     length = len(output.token_ids)
     if output.finish_reason not in ("stop", "length", "repetition"):
         raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
@@ -608,7 +653,8 @@ def _completion(
         raise EngineError(
             f"a response of {length} tokens came without one log-prob per token; it is not trained"
         )
-    labels = [(span.version, span.start, span.end) for span in output.weight_versions or []]
+    spans = output.weight_versions or []
+    labels = [(label or span.version, span.start, span.end) for span in spans]
     return Completion(
         token_ids=np.asarray(output.token_ids, np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, np.float32),

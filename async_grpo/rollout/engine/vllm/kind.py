@@ -20,6 +20,7 @@ class VllmKind:
     set_environment = staticmethod(arguments.set_environment)
     kv_cache_gb = staticmethod(arguments.kv_cache_gb)
     max_num_seqs = staticmethod(arguments.max_num_seqs)
+    adapter_rank = staticmethod(arguments.adapter_rank)
     serving = staticmethod(arguments.serving)
     trial_arguments = staticmethod(arguments.trial_arguments)
     begin, start = staticmethod(VllmEngine.begin), staticmethod(VllmEngine.start)

@@ -14,6 +14,9 @@ group of its own with all engines, which take the packs in turn:
     pack        0   1   2   3   4   5   ...      whole tensors, cut as vLLM cuts them
     of rank     0   1   2   0   1   2            W = 3: each stages and sends a third
 
+With `weight_sync.delta: always` there are two copies, in host memory: of the newest version, and of
+the one before, which the group has. What changed is sent as if it were the weights.
+
 Invariants: the groups (a sending rank and every engine worker) are separate from DeepSpeed's; with
 ZeRO-3 no GPU holds the whole model, so its copy lies in host memory; a send or a rendezvous that
 does not move ends by itself within its deadline.
@@ -40,7 +43,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 from async_grpo.config.schema import Config, WeightSync
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup, within
-from async_grpo.weights.layout import Layout, packs, to_wire
+from async_grpo.weights.delta import encode
+from async_grpo.weights.layout import Layout, packs, pieces, to_wire
 from async_grpo.weights.transport import (
     PACKED_BYTES,
     Announcement,
@@ -72,6 +76,7 @@ class NcclSender(WeightSender):
     ) -> None:
         self._owner = owner
         self._overlap, self._deadlines = settings.overlap, settings.deadlines
+        self._deltas = settings.delta == "always"
         self._layout = layout = Layout(owner.weight_metadata())
         self._senders = sending_ranks(settings, ranks=owner.world_size, nbytes=layout.nbytes)
         self._sends = owner.rank < self._senders
@@ -91,6 +96,9 @@ class NcclSender(WeightSender):
         self._source = _Source(owner, self._share)
         self._verify = self._copied = False
         self._memory: Tensor | None = None
+        self._before: Tensor | None = None
+        self._label = ""  # of what is staged; of a copy apart ""
+        self._base = ""  # of what all of the group has
         self._apart: Tensor | None = None
         self._listener: socket.socket | None = None
         self._group: dict[str, Any] = {}
@@ -107,10 +115,14 @@ class NcclSender(WeightSender):
         pinning memory takes seconds for every 10 GB, which no publication should wait for.
         """
         self.close()
+        self._base = ""
+        if self._source.layout is not self._share:
+            self._source.copy, self._source.layout = self._memory, self._share
         if not self._sends:
             return [{"groups": []} for _ in tensor_parallel_sizes]
         if self._overlap and self._memory is None:
             self._memory = self._allocate()
+            self._before = self._allocate() if self._deltas else None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         # the group's store listens on this very socket: nobody else can take its port meanwhile
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -177,9 +189,15 @@ class NcclSender(WeightSender):
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Copy nothing without overlap (unless `apart`): `send` reads the model (`streamed`)."""
         self._wait()
-        self._verify, self._source.copy, name = verify, None, ""
-        self._copied = self._overlap or apart
+        base, self._base = self._base, ""
+        self._label = "" if apart else label
+        self._verify, self._copied = verify, self._overlap or apart
+        self._source.copy, self._source.layout = None, self._share
+        payload: dict[str, Any] = {"verify": verify}
+        name = ""
         if self._copied:
+            if self._deltas and not apart:
+                self._memory, self._before = self._before, self._memory
             copy = self._source.copy = self._apart if apart else self._memory
             weights = enumerate(self._owner.named_weights())  # all of them: reading is collective
             own = (pair for index, pair in weights if index in self._own)
@@ -190,10 +208,24 @@ class NcclSender(WeightSender):
                 # the copy is sent from other streams, which do not wait for this one
                 torch.cuda.synchronize(self._owner.device)
             if copy is not None:
-                name = self._share.sums(copy, verify=verify, device=self._owner.device)[1]
+                sums, name = self._share.sums(copy, verify=verify, device=self._owner.device)
+                if self._deltas and not apart:
+                    payload |= {"label": label, **self._since(base, label, copy, sums)}
         return Announcement(
-            label, "nccl", {"verify": verify}, name, self._layout.nbytes, streamed=not self._copied
+            label, "nccl", payload, name, self._layout.nbytes, streamed=not self._copied
         )
+
+    def _since(self, base: str, label: str, copy: Tensor, checksums: list[int]) -> dict[str, Any]:
+        """Let what changed since version `base` be sent, where the group has one and that is
+        shorter; what engines need to know of it.
+        """
+        if not base or self._before is None:
+            return {}
+        changed = torch.from_numpy(encode(self._before.numpy(), copy.numpy(), (base, label)))
+        if changed.nbytes >= copy.nbytes:
+            return {}
+        self._source.copy, self._source.layout = changed, pieces(changed.nbytes)
+        return {"delta": changed.nbytes, "base": base, "checksums": checksums}
 
     def send(self) -> str:
         """Push the weights: streamed on every rank, while nothing trains; a copy from the ranks
@@ -239,7 +271,7 @@ class NcclSender(WeightSender):
             torch.cuda.set_device(self._owner.device)  # of this thread
             if not self._copied:  # another stream may still be writing the weights
                 torch.cuda.synchronize(self._owner.device)
-        group.begin(self._share, verify=self._verify)
+        group.begin(self._source.layout, verify=self._verify)
         try:
             engine.send_weights()
             # unpacked, vLLM only puts the broadcasts on the stream
@@ -266,7 +298,8 @@ class NcclSender(WeightSender):
         if sending is not None:
             seconds = torn_after(self._deadlines) + ABORT_S
             try:
-                sending.result(timeout=seconds)
+                torn = sending.result(timeout=seconds)
+                self._base = "" if torn else self._label
             except TimeoutError:
                 raise TransferStuck(
                     "the learner waits in NCCL for lost engines, and the abort did not "
@@ -274,36 +307,39 @@ class NcclSender(WeightSender):
                 ) from None
 
     def _allocate(self) -> Tensor:
-        """Memory for a copy, on the GPU if its share is small, else pinned on the host. Raises
-        SetupError where the host has too little.
+        """Memory for a copy, on the GPU if its share is small and none is compared, else pinned on
+        the host; zeros between the tensors. Raises SetupError where the host has too little.
         """
         nbytes, device = self._share.nbytes, self._owner.device
         if device == "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8)
         total = torch.cuda.get_device_properties(device).total_memory
-        if not self._owner.sharded and nbytes <= COPY_SHARE * total:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if not (self._owner.sharded or self._deltas) and nbytes <= COPY_SHARE * total:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
         meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(meminfo["MemAvailable"].split()[0]) * 1024
+        without = "weight_sync.overlap: false and weight_sync.self_check: false"
+        if self._deltas:
+            without = "weight_sync.delta: off"
         if 2 * nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
                 f"a copy of the weights to send takes up to {2 * nbytes / 2**20:,.0f} "
                 f"MiB of pinned host memory, {available / 2**20:,.0f} MiB are available; to do "
-                "without, set weight_sync.overlap: false and weight_sync.self_check: false"
+                f"without, set {without}"
             )
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _Source(WeightSource):
     """The tensors of one publication: of `copy`, or of the model."""
 
     def __init__(self, owner: WeightOwner, layout: Layout) -> None:
-        self._owner, self._layout = owner, layout
+        self._owner, self.layout = owner, layout
         self.copy: Tensor | None = None
         self._left: Iterator[tuple[str, Tensor]] = iter(())
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(entry.name, entry.dtype, entry.shape) for entry in self._layout.entries]
+        return [ParamMeta(entry.name, entry.dtype, entry.shape) for entry in self.layout.entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         # vLLM asks on the stream of each pack in turn, and what is gathered at once may be in two
@@ -327,7 +363,7 @@ class _Source(WeightSource):
     def open(self) -> None:
         """Begin a new pass over the tensors."""
         self._left = (
-            self._owner.named_weights() if self.copy is None else self._layout.tensors(self.copy)
+            self._owner.named_weights() if self.copy is None else self.layout.tensors(self.copy)
         )
 
     def exhaust(self) -> None:

@@ -28,8 +28,9 @@ _SMALL = {
     "kv_cache_memory_bytes": 1 << 26,
     "enable_prefix_caching": False,
     "disable_log_stats": True,
+    "enable_lora": False,
 }
-"""Arguments of an engine for a few short rows."""
+"""Arguments of an engine for a few short rows, to which whole weights are published."""
 
 
 _SEES = re.compile("failed to be inspected|Can't load image processor")
@@ -61,6 +62,8 @@ def refusal(arguments: dict[str, Any], *, device: str) -> str:
         config: VllmConfig = args.create_engine_config()
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         return in_words(error) or raised(error)
+    if config.lora_config is not None and not _takes_adapters(config.model_config):
+        return "it takes no adapters, which `weight_sync.lora: adapter` needs and `merged` does not"
     return _head_size(config.model_config) if device == "cpu" else ""
 
 
@@ -113,6 +116,14 @@ def in_words(error: Exception) -> str:
     if _SEES.search(text) and importlib.util.find_spec("torchvision") is None:
         text += " (vLLM's code for it imports torchvision, which is not installed)"
     return shortened(text.rstrip("."), ERROR_CHARS)
+
+
+def _takes_adapters(model: ModelConfig) -> bool:
+    """Return whether vLLM serves adapters of a model, and computes the rest as without."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    return supports_lora(get_model_cls(model)) and not model.is_moe
 
 
 def _head_size(model: ModelConfig) -> str:

@@ -6,6 +6,7 @@ process for post-mortems. The front end makes one call per publication:
 
     take_publication -> start_weight_update -> update_weights (verify, then load)
         -> finish_weight_update -> what happened, as plain values
+    of an adapter    -> update_weights (verify, then copy) -> load_adapter -> what happened
 
 Invariants: tensors with a wrong checksum are not loaded; after `finish_weight_update` every layer
 computes with the new weights; a publication that was cut off leaves nothing behind that could mix
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,9 +53,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from async_grpo.errors import TransferMismatch
 from async_grpo.rollout.engine.vllm.arguments import transfer_name
 from async_grpo.rollout.engine.vllm.nccl_watchdog import WatchedGroup, within
+from async_grpo.rollout.engine.vllm.worker_adapters import Factors, check_modules, load_adapter
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
-from async_grpo.weights.layout import Layout
+from async_grpo.weights.delta import apply
+from async_grpo.weights.layout import Layout, pieces
 from async_grpo.weights.names import NamesDiffer, check_names, file_shapes
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import TornTransfer
@@ -103,21 +107,32 @@ class HandleInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """A broadcast. verify: a checksum follows every bucket."""
+    """A broadcast. verify: a checksum follows every bucket. label: of the version, where a copy is
+    kept. delta: bytes of what changed since version `base`, where that is sent; checksums: of the
+    weights that it makes.
+    """
 
     verify: bool
+    label: str = ""
+    delta: int = 0
+    base: str = ""
+    checksums: list[int] = field(default_factory=list)
 
 
 class _Reload:
-    """Start and finish of an update, the same for all transports."""
+    """Start and finish of an update, the same for all transports; or an adapter of it."""
 
     model: Any
     model_config: Any
     vllm_config: Any
     device: torch.device
+    update_weights: Callable[[dict[str, Any]], None]
 
     def _check_names(self, init_info: InitInfo) -> None:
-        """Compare the tensors to come with the files that the engine was loaded from."""
+        """Compare the tensors to come with the engine's files, or layers that take adapters."""
+        if getattr(self.model, "lora_manager", None) is not None:
+            check_modules(self.model, init_info.metadata)
+            return
         model = self.vllm_config.model_config
         check_names(
             file_shapes(model.model, model.revision),
@@ -149,6 +164,27 @@ class _Reload:
             for module in self.model.modules():
                 if isinstance(module, VocabParallelEmbedding):
                     module.quant_method.process_weights_after_loading(module)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let go of what was read, once nothing reads it any more."""
+
+    def take_adapter(self, update_info: dict[str, Any], number: int, kept: list[int]) -> None:
+        """Load an update of factors (`load_adapter`)."""
+        factors = Factors()
+        with self._instead(factors):
+            self.update_weights(update_info)
+            self.settle()
+        load_adapter(self.model, factors.tensors, number, kept)
+
+    @contextmanager
+    def _instead(self, target: Any) -> Iterator[None]:
+        """Inside the block another takes the weights than the model."""
+        model, self.model = self.model, target
+        try:
+            yield
+        finally:
+            self.model = model
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -206,9 +242,8 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
             self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums)
         )
 
-    def finish_weight_update(self) -> None:
-        """Finish the reload, and check that nothing was written meanwhile."""
-        super().finish_weight_update()
+    def settle(self) -> None:
+        """Check that nothing was written meanwhile."""
         assert self._reader is not None
         # The layerwise reload may read the segment as late as here.
         self._reader.check(self._announced.path, self._announced.sequence)
@@ -245,9 +280,8 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
             self._layout.verify(self._buffer, update_info.checksums)
         self._load(self._layout.tensors(self._buffer))
 
-    def finish_weight_update(self) -> None:
-        """Finish the reload, and let go of the copy."""
-        super().finish_weight_update()
+    def settle(self) -> None:
+        """Let go of the copy."""
         torch.cuda.synchronize(self.device)  # the last layers are read as late as here
         self._buffer = None
 
@@ -269,7 +303,9 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
 
 
 class NcclEngine(_Reload, NCCLWeightTransferEngine):
-    """vLLM's NCCL engine with a watchdog, and checksums where the announcement asks for them."""
+    """vLLM's NCCL engine with a watchdog, and checksums where the announcement asks for them. Where
+    deltas are sent, what comes goes into a copy in host memory, from which all is loaded.
+    """
 
     transport, init_info_cls, update_info_cls = "nccl", InitInfo, BroadcastInfo
     packed: bool
@@ -277,12 +313,14 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
     packed_num_buffers: int
     model_update_group: WatchedGroup
     _layout: Layout
+    _kept: _FlatCopy | None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Compare names, and join the learner's groups within the deadline."""
         self._check_names(init_info)
         self.shutdown()
         self._layout = Layout(init_info.metadata)
+        self._kept = None
         groups = [NCCLWeightTransferInitInfo(**group) for group in init_info.groups]
         self.packed = groups[0].packed
         self.packed_buffer_size_bytes = groups[0].packed_buffer_size_bytes
@@ -302,27 +340,42 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
         )
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receive and load all buckets, under the watchdog."""
-        entries = self._layout.entries
+        """Receive all weights, or what changed, under the watchdog; load all."""
+        label, verify = update_info.label, update_info.verify
+        if not label:
+            self._receive(self._layout, verify=verify)
+            return
+        kept = self._kept = self._kept or _FlatCopy(self._layout)
+        if update_info.delta:
+            changed = _FlatCopy(pieces(update_info.delta))
+            self._receive(changed.layout, verify=verify, taker=changed)
+            kept.change(changed.memory[: update_info.delta], update_info)
+        else:
+            kept.label = ""
+            self._receive(self._layout, verify=verify, taker=kept)
+        kept.label = label
+        # copies: nothing that a model does with them may reach what the next delta begins from
+        weights = self._layout.tensors(kept.memory)
+        self._load((name, weight.to(self.device, copy=True)) for name, weight in weights)
+
+    def _receive(self, layout: Layout, *, verify: bool, taker: _FlatCopy | None = None) -> None:
+        """Receive all buckets, into the model or into what takes them in its place."""
         stream = NCCLWeightTransferUpdateInfo(
-            names=[entry.name for entry in entries],
-            dtype_names=[dtype for _, _, dtype in self._layout.metadata],
-            shapes=[list(entry.shape) for entry in entries],
+            names=[entry.name for entry in layout.entries],
+            dtype_names=[dtype for _, _, dtype in layout.metadata],
+            shapes=[list(entry.shape) for entry in layout.entries],
         )
-        self.model_update_group.begin(self._layout, verify=update_info.verify)
-        try:
-            super().receive_weights(stream)
-        finally:
-            self.model_update_group.end()
+        with self._instead(taker or self.model):
+            self.model_update_group.begin(layout, verify=verify)
+            try:
+                super().receive_weights(stream)
+            finally:
+                self.model_update_group.end()
 
     def attend(self, update_info: dict[str, Any]) -> None:
-        """Take part in a broadcast, and drop what comes."""
-        model, self.model = self.model, _Nothing()
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-            torch.accelerator.synchronize()
-        finally:
-            self.model = model
+        """Take part in a broadcast without loading: what comes is dropped, or kept for deltas."""
+        with self._instead(_Nothing()):
+            self.update_weights(update_info)
 
 
 class _Nothing:
@@ -330,6 +383,35 @@ class _Nothing:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load nothing."""
+
+
+class _FlatCopy:
+    """Stands where a model takes weights, and copies them into host memory. label: of the version
+    there, "" while it is written, so that no delta begins from a part of one.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.label = layout, ""
+        # zeros between the tensors, as in the sender's copies: checksums are of all bytes
+        self.memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._views = dict(layout.tensors(self.memory))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the weights."""
+        for name, weight in weights:
+            self._views[name].copy_(weight)
+
+    def change(self, changed: Tensor, announced: BroadcastInfo) -> None:
+        """Make the next version by a delta. Raises TornTransfer where it begins from another."""
+        if announced.base != self.label:
+            raise TornTransfer(
+                f"what changed since {announced.base} came to an engine that has "
+                f"{self.label or 'no version'}; weights were not loaded"
+            )
+        self.label = ""
+        apply(changed.numpy(), self.memory.numpy(), (announced.base, announced.label))
+        if announced.checksums:
+            self.layout.verify(self.memory, announced.checksums)
 
 
 class WorkerExtension:
@@ -348,10 +430,17 @@ class WorkerExtension:
         """Prepare for publications; {} or what failed."""
         return _outcome(lambda: self.init_weight_transfer_engine(init_info))
 
-    def take_publication(self, update_info: dict[str, Any]) -> dict[str, str]:
-        """Load one publication; {} or what failed, after which the next starts from nothing."""
+    def take_publication(
+        self, update_info: dict[str, Any], adapter: list[Any] | None = None
+    ) -> dict[str, str]:
+        """Load one publication; {} or what failed, after which the next starts from nothing. Of an
+        adapter: its number, and those that are kept.
+        """
 
         def take() -> None:
+            if adapter is not None:
+                self.weight_transfer_engine.take_adapter(update_info, *adapter)
+                return
             self._weight_update_active = False
             self.start_weight_update()
             self.update_weights(update_info)
