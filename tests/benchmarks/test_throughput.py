@@ -35,6 +35,7 @@ def test_the_learner_benchmark_runs_and_a_packed_row_is_the_row_alone(tmp_path: 
     assert arm["padding"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_rollout_benchmark_runs_and_both_sides_generate_the_same(tmp_path: Path) -> None:
     rollout.main(["--smoke", "--out", str(tmp_path / "out.json")])

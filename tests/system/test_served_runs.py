@@ -66,6 +66,7 @@ def check(found: dict[str, Any]) -> None:
     assert last["rollout/requests/answered"] >= STEPS * GROUPS * SIZE
 
 
+@pytest.mark.slow  # its fast parts: tests/agents/endpoint/test_served.py, test_player.py
 def test_programs_play_a_run(tmp_path: Path) -> None:
     mark = {"PROGRAM_OF": str(tmp_path)}
     options = {"command": ["python", str(AGENT)], "of": "chain", "preload": ["warm"]}
