@@ -230,8 +230,9 @@ def main() -> None:
     if reason := support.unavailable():
         raise SystemExit(reason)
     print(machine("ray"), file=sys.stderr)
+    versions = options.versions and options.versions.resolve()
     with (
-        tempfile.TemporaryDirectory(prefix="link-") as place,
+        tempfile.TemporaryDirectory(prefix="link-", dir=versions and versions.parent) as place,
         support.Hosts(Path(place), ["a", "b"]) as hosts,
     ):
         a, b = hosts
@@ -250,8 +251,11 @@ def main() -> None:
         run_dir = Path(place) / "run"
         run_dir.mkdir()
         given = ["--drive", str(run_dir), "--weights", str(options.weights)]
-        if options.versions is not None:
-            given += ["--versions", str(options.versions.resolve())]
+        if versions is not None:  # linked, where the hosts see them
+            (there := Path(place) / "versions").mkdir()
+            for path in versions.glob("*.safetensors"):
+                os.link(path, there / path.name)
+            given += ["--versions", str(there)]
         driver = a.start(
             [
                 *("env", f"RAY_ADDRESS={a.address}:{support.RAY_PORT}"),

@@ -15,7 +15,7 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from async_grpo.rollout.engine.vllm.worker import SharedMemoryEngine, WorkerExtension
-from async_grpo.rollout.engine.vllm.worker_adapters import check_modules, load_adapter
+from async_grpo.rollout.engine.vllm.worker_adapters import Factors, check_modules, load_adapter
 from async_grpo.weights.names import NamesDiffer
 from async_grpo.weights.shared_memory import SharedMemorySender
 from tests.support import nccl_over_gloo
@@ -169,6 +169,22 @@ def test_of_a_torn_or_wrong_publication_nothing_is_loaded(sides: Any) -> None:
     assert worker.take_publication(wrong, [3, []])["failure"] == "mismatch"
     assert list(worker.model.lora_manager.adapters) == [1]
     assert worker.weight_transfer_engine.model is model, "it is the target again"
+
+
+def test_a_segment_that_is_written_meanwhile_is_not_loaded(
+    sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, worker = sides
+    announced, take = sender.stage("v0.0", verify=False).payload, Factors.load_weights
+
+    def overtaken(factors: Factors, weights: Any) -> None:
+        take(factors, weights)
+        for label in ("v0.1", "v0.2"):
+            sender.stage(label, verify=False)
+
+    monkeypatch.setattr(Factors, "load_weights", overtaken)
+    assert worker.take_publication(announced, [1, []])["failure"] == "torn"
+    assert not worker.model.lora_manager.adapters
 
 
 @pytest.mark.skipif(GPUS > 0, reason="about the doubles of NCCL")
