@@ -182,6 +182,9 @@ class Relays:
         if version and not (self._settings.delta == "off" or way in self._whole):
             base = None if node_id in self._failed else self._held.get(way)
         try:
+            for one in (self._home, node_id):
+                if one not in self._relays:
+                    await self._ask(one, until, "pid")  # its start is no part of the way
             found = await self._bring(announcement, node_id, base, until)
             if found is None:  # its relay holds something else
                 found = await self._bring(announcement, node_id, None, until)
