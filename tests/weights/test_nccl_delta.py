@@ -85,6 +85,12 @@ class Sides:
         for future in joined:
             future.result(DEADLINE_S)
 
+    def hurry(self) -> None:
+        """Form a group that gives up after a second, and let it have version 0."""
+        self.sender._deadlines = Deadlines(pause_s=0.3, bucket_s=0.5)
+        self.join()
+        self.publish(0)
+
     def stage(self, version: int, *, share: float = CHANGED, verify: bool = False) -> Announcement:
         """Change a share of the weights, and stage them."""
         generator = torch.Generator().manual_seed(version)
@@ -195,6 +201,7 @@ def test_a_new_group_is_sent_everything_although_a_delta_was_announced(
     sides: Sides, control: Control
 ) -> None:
     """Cut off in the delta: what the coordinator does is to form the group again, and to repeat."""
+    sides.hurry()
     announcement = sides.stage(1)
     assert announcement.payload["delta"]
     control.clear()
@@ -214,6 +221,7 @@ def test_a_new_group_is_sent_everything_although_a_delta_was_announced(
 def test_after_a_torn_send_nothing_begins_from_what_was_torn(
     sides: Sides, control: Control
 ) -> None:
+    sides.hurry()
     control.inject({"kind": "hang", "rank": 0, "bucket": 0})
     receiving = [one.receive(sides.stage(1).payload) for one in sides.receivers[:1]]
     assert sides.sender.send() == ""
