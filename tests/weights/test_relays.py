@@ -183,7 +183,7 @@ async def schedule(place: Path, seed: int, address: str | None, monkeypatch: Any
     return trouble.deltas
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_what_a_segment_says_that_it_has_it_has(
     way: str | None, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

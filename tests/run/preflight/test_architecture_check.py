@@ -44,6 +44,7 @@ def notes(model: str, **rollout: int) -> list[str]:
     return list(check_architecture(config(model, **rollout), model))
 
 
+@pytest.mark.slow  # a self-check of a run that finds it too: tests/system/test_model_runs.py
 def test_publications_that_do_not_arrive_are_seen_on_a_copy(tmp_path: Path) -> None:
     """In engines that pack experts only once, as vLLM does by itself."""
     write_family("qwen3_moe", tmp_path / "model")

@@ -68,6 +68,7 @@ def client_of(process: subprocess.Popen[str]) -> OpenAI:
     )
 
 
+@pytest.mark.slow
 def test_an_episode_by_hand_ends_with_a_line_and_all_with_a_signal(tmp_path: Path) -> None:
     process = serving(tmp_path)
     assert process.stdin is not None
