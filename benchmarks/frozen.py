@@ -43,11 +43,14 @@ TIMEOUT_S = 1_200.0
 
 def asked(kind: str, model: str) -> list[str]:
     """Settings of an arm. model: the policy's."""
-    frozen = f"frozen={{other: {{path: {model}, context_length: 512}}}}"
+    frozen = f"frozen={{other: {{path: {model}, context_length: 1024}}}}"
     return {
         "none": [],
         "teacher": [frozen, "algorithm.distill={teacher: other}"],
-        "judge": [frozen, "task.judges={quality: {model: other, criteria: [right]}}"],
+        "judge": [
+            frozen,
+            "task.judges={quality: {model: other, criteria: [right], max_tokens: 64}}",
+        ],
     }[kind]
 
 
