@@ -8,6 +8,7 @@ up, then the others, two modules at a time.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from async_grpo.runtime.garbage import keep_startup
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("no deadline")
@@ -88,7 +91,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     needs_system = system_rank(path) is not None
     left_out = "not system" in wanted if needs_system else wanted.startswith("system")
+    if "and alone" in wanted:
+        left_out = left_out or "mark.alone" not in collection_path.read_text(encoding="utf-8")
     return True if left_out else None
+
+
+def pytest_collectstart() -> None:
+    """Thousands of modules are imported now: to look for garbage meanwhile takes as long again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through again."""
+    keep_startup()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ loaded.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from async_grpo.config import schema
@@ -14,6 +15,7 @@ WITHOUT_CODE = {"tools/inspect/lines.py"}
 """Build their own model and tokenizer, or leave the library's default, which is off."""
 
 
+@cache
 def trees() -> list[tuple[Path, ast.Module]]:
     return [
         (path, ast.parse(path.read_text(encoding="utf-8")))

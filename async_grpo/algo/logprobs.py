@@ -40,6 +40,7 @@ def token_logprobs(
     temperature: float,
     with_entropy: bool,
     linear: tuple[Tensor, Tensor | None] | None = None,
+    kept: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of `targets` [N] or [N, K] int64 and, if asked for, entropies [N] in nats,
@@ -50,7 +51,8 @@ def token_logprobs(
     are several; the number of chunks depends on N, so a projection that communicates (sharded
     weights) must gather its weights before.
     linear: weights [vocab_size, H] and bias [vocab_size] or None, where `project` is their plain
-    product. Raises ValueError for mismatched shapes.
+    product. kept: sets of tokens over which the distribution of each of `targets` [N] is, its own
+    among them, filled up with -1 [N, K] int64. Raises ValueError for mismatched shapes.
     """
     if hidden.dim() != 2 or targets.shape[:1] != hidden.shape[:1] or targets.dim() > 2:
         raise ValueError(
@@ -62,16 +64,19 @@ def token_logprobs(
             f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes {chunk_bytes} "
             "must be positive"
         )
+    sets = kept is not None
+    if kept is not None:
+        targets = torch.cat([targets.unsqueeze(-1), kept], -1)
 
     def chunk_logprobs(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return _picked_and_entropy(project(part), ids, temperature, with_entropy)
+        return _picked_and_entropy(*_among(project(part), ids, sets), temperature, with_entropy)
 
     size = max(1, chunk_bytes // (4 * vocab_size))
     if hidden.shape[0] <= size:
         logprobs, entropy = chunk_logprobs(hidden, targets)
         return logprobs, entropy if with_entropy else None
     if linear is not None:
-        how = (project, size, temperature, with_entropy)
+        how = (sets, project, size, temperature, with_entropy)
         logprobs, entropy = _of_product(hidden, targets, *linear, *how)
         return logprobs, entropy if with_entropy else None
     compute: Callable[..., tuple[Tensor, Tensor]] = chunk_logprobs
@@ -121,6 +126,7 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        sets: bool,
         project: Project,
         size: int,
         temperature: float,
@@ -128,13 +134,13 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         found = [
-            _picked(project(part), ids, temperature, with_entropy)
+            _picked(*_among(project(part), ids, sets), temperature, with_entropy)
             for part, ids in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         picked, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden, targets, weight, bias, entropy)
         ctx.project, ctx.size = project, size
-        ctx.temperature = temperature
+        ctx.temperature, ctx.sets = temperature, sets
         return picked, entropy
 
     @staticmethod
@@ -155,8 +161,12 @@ class _LinearLogProbs(torch.autograd.Function):
             up, of_entropy = (
                 None if one is None else one[rows] for one in (grad_picked, grad_entropy)
             )
-            logits, there = ctx.project(part), entropy[rows]
-            gradient = _of_logits(logits, targets[rows], there, up, of_entropy, ctx.temperature)
+            logits, ids = ctx.project(part), targets[rows]
+            among = _among(logits, ids, ctx.sets)
+            gradient = _of_logits(*among, entropy[rows], up, of_entropy, ctx.temperature)
+            if ctx.sets:
+                columns = ids[:, 1:].clamp(min=0)
+                gradient = torch.zeros_like(logits).scatter_add_(-1, columns, gradient)
             if of_bias is not None:
                 of_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)
@@ -164,7 +174,18 @@ class _LinearLogProbs(torch.autograd.Function):
                 of_hidden[rows] = gradient @ weight
             if of_weight is not None:
                 of_weight.addmm_(gradient.t(), part.to(weight.dtype))
-        return of_hidden, None, of_weight, of_bias, None, None, None, None
+        return of_hidden, None, of_weight, of_bias, None, None, None, None, None
+
+
+def _among(logits: Tensor, ids: Tensor, sets: bool) -> tuple[Tensor, Tensor]:
+    """Return logits and targets; of ids [n, 1 + K] with sets behind the targets the logits of the
+    sets, -inf behind each, and the places of the targets there.
+    """
+    if not sets:
+        return logits, ids
+    kept = ids[:, 1:]
+    found = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    return found, (kept == ids[:, :1]).int().argmax(-1)
 
 
 def _picked(

@@ -189,6 +189,7 @@ def loss_metrics(
     advantages: Tensor,
     staleness: Tensor,
     mask: Tensor,
+    chosen: Tensor | None = None,
     row_index: Tensor | None = None,
     weights: Tensor | None = None,
     kept: Tensor | None = None,
@@ -197,8 +198,9 @@ def loss_metrics(
 ) -> None:
     """Add the metrics of one micro-batch: tensors [B, T], or packed [N] with `row_index` [N] int64.
 
-    `diagnostics` come from `policy_loss`; `kept` is 0 for rejected tokens; `recomputed`: the anchor
-    is another forward pass than the sampler's. Without rows, whole responses have no metrics.
+    `diagnostics` come from `policy_loss`; `kept` is 0 for rejected tokens; `chosen` is the mask of
+    what averages ratios; `recomputed`: the anchor is another forward pass than the sampler's.
+    Without rows, whole responses have no metrics.
     """
     if mask.numel() == 0:
         return
@@ -215,13 +217,15 @@ def loss_metrics(
     columns: dict[str, Tensor] = {
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
+        **{name: given[name] for name in ("kl", "entropy") if name in given},
+        "staleness_mean": lag,
+        **{name: tensor for name, tensor in found.items() if name.startswith("loss/")},
+    }
+    ratios: dict[str, Tensor] = {
         **_trust_region(found),
         **_with_square("rho", bounded_exp(current - behavior)),
         **({} if mismatch is None else _mismatch(mismatch)),
         **_weighting(given.get("weights"), given.get("kept")),
-        **{name: given[name] for name in ("kl", "entropy") if name in given},
-        "staleness_mean": lag,
-        **{name: tensor for name, tensor in found.items() if name.startswith("loss/")},
     }
     largest = {
         "staleness_max": lag,
@@ -234,6 +238,7 @@ def loss_metrics(
         largest["mismatch_prob_max"] = (anchor.exp() - behavior.exp()).abs()
     bucket = _bucket(lag)
     _add_by_lag(sums, columns, bucket, valid, shares=True)
+    _add_by_lag(sums, ratios, bucket, valid if chosen is None else chosen.reshape(-1) != 0)
     _add_extremes(sums.maximum, largest, bucket, valid, least=False)
     _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
     if (rows := _rows(mask, row_index)) is not None:

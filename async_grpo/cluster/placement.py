@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from async_grpo.config.checks import speculation_on_cpu
+from async_grpo.config.checks import WITHOUT_ROUTES, speculation_on_cpu, without_deltas
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
@@ -528,6 +528,15 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
         )
     if device == "cpu" and (refused := next(speculation_on_cpu(config), None)):
         raise SetupError(refused)
+    if device == "cpu" and config.learner.routing_replay == "r3":
+        raise SetupError(WITHOUT_ROUTES)
+    if config.weight_sync.files is not None and not TRANSPORTS[backend].relayed:
+        raise SetupError(
+            f"`weight_sync.files` is given, and with {backend} engines read no files: use "
+            "weight_sync.backend=shared_memory, or leave it out."
+        )
+    if config.weight_sync.delta == "always" and TRANSPORTS[backend].colocated:
+        raise SetupError(without_deltas(backend))
     least = torn_after(deadlines) + deadlines.resume_s
     if TRANSPORTS[backend].pushes and deadlines.acknowledge_s <= least:
         raise SetupError(

@@ -30,8 +30,12 @@ _DECIDED_BY = {
     "gradient_clipping": "learner.grad_clip",
     **dict.fromkeys(("bf16", "bfloat16", "fp16"), "model.dtype"),
     "zero_optimization.stage": "learner.zero_stage",
+    "sequence_parallel_size": "learner.sequence_parallel",
 }
 """The setting that a user of a refused DeepSpeed key is looking for."""
+WITHOUT_ROUTES = (
+    "`learner.routing_replay` is r3, and on CPU vLLM does not say which experts it took: use r2."
+)
 HEAD_SIZES = (32, 64, 96, 128, 256)
 """Head sizes that vLLM supports on CPU as well as on GPU."""
 _LARGEST = 2**53
@@ -230,19 +234,33 @@ def _batches(config: Config) -> Iterator[str]:
             f"`rollout.context_length` is {rollout.context_length}, less than "
             f"`rollout.response_length` {rollout.response_length}, which is a part of it: raise it."
         )
-    total = rollout.longest_row
-    if total > config.micro_batch_tokens:
+    if rollout.longest_row > config.micro_batch_tokens:
         yield (
             f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
             f"response may need {rollout.longest_row_in_words} tokens: make it shorter, or give at "
-            f"least {total} where the model's context is as long."
+            f"least {config.longest_share} where the model's context is as long."
         )
-    if rollout.top_p != 1 or rollout.top_k != 0:
+    yield from _cut_sampling(config)
+
+
+def _cut_sampling(config: Config) -> Iterator[str]:
+    """Find what cannot be while each token is sampled from a part of the vocabulary."""
+    rollout, arguments = config.rollout, config.cluster.engine.vllm
+    if not rollout.most_kept:
+        return
+    cut = f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}"
+    if config.algorithm.distill.teacher is not None:
         yield (
-            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; "
-            "allowed are 1 and 0, because the learner does not renormalise over the sampler's "
-            "top-p / top-k support, so its ratios would be biased."
+            f"{cut}, and with `algorithm.distill.teacher` they are 1 and 0: the teacher judges the "
+            "distribution that is sampled by its own over all tokens."
         )
+    for name in sorted(SPECULATION & arguments.keys()):
+        yield (
+            f"{cut}, and with `cluster.engine.vllm.{name}` engines do not say from which tokens "
+            "they sample: remove it, or set them to 1 and 0."
+        )
+    if "max_logprobs" in arguments:
+        yield f"{cut}, which decides about `cluster.engine.vllm.max_logprobs`: remove it."
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -309,6 +327,7 @@ def _learner(config: Config) -> Iterator[str]:
         ours = _DECIDED_BY.get(meant or "")
         known = f"use {ours}" if ours else f"is `{meant}` meant?" if meant else "remove it"
         yield f"`learner.deepspeed.{key}` is no setting of DeepSpeed: {known}."
+    yield from _shared(config)
     stage = config.learner.zero_stage
     if config.learner.compile and stage == 3:
         yield (
@@ -320,10 +339,16 @@ def _learner(config: Config) -> Iterator[str]:
             "`learner.activation_offload` is true and `learner.gradient_checkpointing` is false: "
             "without it every activation of every layer would move; set it to true too."
         )
-    replay = config.learner.routing_replay != "off"
-    if replay and config.learner.compile:
-        yield "`learner.routing_replay` is r2 and `learner.compile` is true: leave one of them out."
-    if replay and config.updates_per_step == 1 and config.algorithm.anchor != "recomputed":
+    replay = config.learner.routing_replay
+    if replay != "off" and config.learner.compile:
+        yield (
+            f"`learner.routing_replay` is {replay} and `learner.compile` is true: leave one of "
+            "them out."
+        )
+    if replay == "r3" and config.cluster.device == "cpu":
+        yield WITHOUT_ROUTES
+    once = config.updates_per_step == 1
+    if replay == "r2" and once and config.algorithm.anchor != "recomputed":
         yield (
             "`learner.routing_replay` is r2, but with one update per step and `algorithm.anchor: "
             f"{config.algorithm.anchor}` no earlier pass has experts to take: use recomputed."
@@ -335,6 +360,21 @@ def _learner(config: Config) -> Iterator[str]:
                 f"{stage} keeps what it would move away: set the stage to "
                 f"{lowest}{' or more' if lowest < 3 else ''}, or leave it out."
             )
+
+
+def _shared(config: Config) -> Iterator[str]:
+    """Find what ranks that share sequences cannot divide."""
+    size, ranks = config.learner.sequence_parallel, config.learner.ranks
+    if ranks % size:
+        yield (
+            f"`learner.ranks` is {ranks}, which is no multiple of `learner.sequence_parallel` "
+            f"{size}: so many ranks share each sequence."
+        )
+    if config.model.warm_start is not None and config.model.warm_start.heads < size:
+        yield (
+            f"`learner.sequence_parallel` is {size}, more than `model.warm_start.heads` "
+            f"{config.model.warm_start.heads}, which the ranks share in attention: lower it."
+        )
 
 
 def _evaluation(config: Config) -> Iterator[str]:
@@ -423,11 +463,19 @@ def _deltas(config: Config) -> Iterator[str]:
     meant = automatic(device=device, colocated=cluster.layout == "colocated")
     transport = TRANSPORTS.get(sync.backend.name, TRANSPORTS[meant])
     if transport.colocated:
-        yield f"{always}and with {transport.name} engines read the learner's memory: leave it out."
+        yield without_deltas(transport.name)
     if transport.pushes and not sync.overlap:
         yield f"{always}which compares copies: set `weight_sync.overlap` to true, too."
     if sync.senders == "every_rank":
         yield f"{always}and one rank sends: set `weight_sync.backend.senders` to one, or auto."
+
+
+def without_deltas(backend: str) -> str:
+    """Refuse `weight_sync.delta: always` with a transport without copies."""
+    return (
+        f"`weight_sync.delta` is always, and with {backend} engines read the learner's memory: "
+        "leave it out."
+    )
 
 
 def _or_auto(transports: Iterable[Transport]) -> str:

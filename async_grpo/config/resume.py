@@ -34,6 +34,7 @@ _SINCE = (
     "algorithm.sft_model",
     "learner.kernels",
     "learner.routing_replay",
+    "learner.sequence_parallel",
     "task.judges",
     "tasks",
 )
@@ -158,7 +159,7 @@ def keep_chosen(config: Config, saved: Mapping[str, Any], *keys: str) -> Config:
     learner = config.learner
     found = {key: _at(saved, ("learner", key)) for key in keys if getattr(learner, key) == "auto"}
     known = {key: value for key, value in found.items() if value not in (_ABSENT, "auto")}
-    if known.get(_TOKENS, config.rollout.longest_row) < config.rollout.longest_row:
+    if known.get(_TOKENS, config.longest_share) < config.longest_share:
         del known[_TOKENS]  # of shorter sequences; what is chosen anew is told as a change
     return config.unchecked_copy(update={"learner": learner.unchecked_copy(update=known)})
 

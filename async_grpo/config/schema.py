@@ -319,6 +319,8 @@ LEAST_GROUP_S, TOKEN_S = 600.0, 0.06
 """Longest time of a group of short responses, and of one token of long ones, in seconds: twice what
 a token takes in a full engine of a large model.
 """
+MOST_KEPT = 512
+"""Most tokens of a set that is kept for the learner."""
 
 
 class RolloutConfig(Section):
@@ -354,9 +356,9 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner's log-probabilities use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must stay 1 while training: the learner does not renormalise over the top-p support."""
-    top_k: NonNegative = 0
-    """Must stay 0 (off) while training, for the same reason."""
+    """Sample from the most probable tokens that have this probability together."""
+    top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = 0
+    """Sample from so many most probable tokens; 0: from all, or from 512 with `top_p` below 1."""
     repetition_times: Annotated[int | None, Field(ge=2)] = None
     """End a response, or a turn of an episode, that says the same this many times in a row; it is
     scored, with the finish reason `repetition`. Null: never.
@@ -371,6 +373,11 @@ class RolloutConfig(Section):
     """A group that takes longer to generate and score, or is lost, is aborted and issued again;
     null: 600, and with `response_length` above 10,000 more, 60 ms a token.
     """
+
+    @property
+    def most_kept(self) -> int:
+        """Most tokens of which each one is sampled; 0: all, and no sets are kept."""
+        return self.top_k or (MOST_KEPT if self.top_p < 1 else 0)
 
     @property
     def repetition(self) -> tuple[int, int] | None:
@@ -483,7 +490,8 @@ class Wire(Section):
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
     """Largest group on its way to the queue, in bytes (8 per sampled token, 4 per
-    token of context, with a teacher 4 + 8 x `teacher_top_k`, and facts of its sequences)."""
+    token of context, with a teacher 4 + 8 x `teacher_top_k`, with `rollout.top_p` or `top_k` 2 + 4
+    for each token that one is sampled from, and facts of its sequences)."""
 
 
 class Journal(Section):
@@ -553,6 +561,13 @@ class LearnerConfig(Section):
         ),
     ] = 1
     """DeepSpeed processes."""
+    sequence_parallel: Annotated[
+        Positive, warn("the order of sums, so the last bits of gradients", trains=True)
+    ] = 1
+    """Neighbouring ranks that share each sequence, for contexts whose activations one rank cannot
+    hold: each has its part of the tokens, and in attention of the heads (Ulysses). A divisor of
+    `ranks`, at most the model's attention heads.
+    """
     zero_stage: Annotated[
         int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")
     ] = 1
@@ -561,10 +576,11 @@ class LearnerConfig(Section):
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
-    routing_replay: Literal["off", "r2"] = "off"
-    """`r2`, in a mixture of experts: later passes over a learner step take the experts of its first
+    routing_replay: Literal["off", "r2", "r3"] = "off"
+    """In a mixture of experts. `r2`: later passes over a learner step take the experts of its first
     one, so that importance ratios compare log-probs under the same experts. One more forward pass,
-    unless `algorithm.anchor` is `recomputed`.
+    unless `algorithm.anchor` is `recomputed`. `r3`: all passes take the experts that the engine
+    took when it sampled; engines on GPUs only.
     """
     tokens_per_micro_batch: Annotated[
         Literal["auto"] | Positive,
@@ -623,6 +639,11 @@ class LearnerConfig(Section):
         """Whether activations are recomputed; what is kept elsewhere needs it."""
         given = self.gradient_checkpointing
         return self.activation_offload if given == "auto" else given
+
+    @property
+    def teams(self) -> int:
+        """Teams of ranks, each with rows of its own."""
+        return self.ranks // self.sequence_parallel
 
 
 class Config(Section):
@@ -753,15 +774,33 @@ class Config(Section):
         return self.learner.ppo_mini_batch_size or self.rollout.rollout_batch_size
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Most tokens of a micro-batch; while `auto` is not resolved, where the choice begins."""
+    def longest_share(self) -> int:
+        """Most tokens of a row on one rank."""
+        return -(-self.rollout.longest_row // self.learner.sequence_parallel)
+
+    @property
+    def rank_tokens(self) -> int:
+        """Most tokens of a micro-batch on one rank; while `auto` is not resolved, where the choice
+        begins.
+        """
         given = self.learner.tokens_per_micro_batch
-        return max(MICRO_BATCH_TOKENS, self.rollout.longest_row) if given == "auto" else given
+        return max(MICRO_BATCH_TOKENS, self.longest_share) if given == "auto" else given
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch, on all ranks that share it."""
+        return self.learner.sequence_parallel * self.rank_tokens
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer updates per learner step."""
         return self.learner.ppo_epochs * (self.rollout.rollout_batch_size // self.mini_batch_groups)
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether a pass before the first update records the experts that it takes."""
+        replay = self.learner.routing_replay
+        return replay == "r2" or (replay == "r3" and self.updates_per_step > 1)
 
     @property
     def max_lag_updates(self) -> int:

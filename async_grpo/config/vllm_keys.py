@@ -16,6 +16,7 @@ from pathlib import Path
 _LENGTHS = "rollout.prompt_length` and `rollout.response_length"
 _BY_OURS = {
     "dtype": "model.dtype",
+    "enable_return_routed_experts": "learner.routing_replay",
     "enforce_eager": "cluster.engine.enforce_eager",
     "gpu_memory_utilization": "cluster.engine.gpu_memory_utilization",
     "hf_overrides": "model.lm_head_fp32",

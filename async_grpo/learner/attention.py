@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +125,9 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention inside each packed row, with Hugging Face's attention interface.
 
-    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError where the
-    model brings a mask of its own, or is not called with packed rows.
+    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]; of the tokens that this rank
+    has, where a team shares them. Raises ValueError where the model brings a mask of its own, or is
+    not called with packed rows.
     """
     layout = current.layout
     if layout is None or attention_mask is not None:
@@ -138,7 +139,13 @@ def varlen_attention(
     current.needed_logits |= variant.needs_logits
     states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     attend = _by_buckets if layout.segments is None else _by_segments
-    return attend(*states, layout, variant)[None], None
+    if (team := layout.team) is None:
+        return attend(*states, layout, variant)[None], None
+    if s_aux is not None:
+        variant = replace(variant, sinks=team.own_heads(s_aux))
+    queries, keys, values = (one[: len(layout.own)] for one in team.to_heads(*states))
+    shared = team.to_tokens(attend(queries, keys, values, layout, variant))
+    return shared[None, :, : query.shape[1]], None
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -2,10 +2,10 @@
 
 Runs in: the driver (plain Python). Hides the dealing of rows: rows of a group belong in the same
 micro-batch, where they share their prompt, and ranks should have equally much to do. Invariants:
-every row of an update is on exactly one rank and in one micro-batch; all ranks have the same number
-of micro-batches in an update (ranks that communicate in forward and backward would wait for each
-other otherwise); the same input gives the same plan on every process and in every run, so a resumed
-run repeats it.
+every row of an update is on exactly one rank, or the ranks of one team, and in one micro-batch; all
+ranks have the same number of micro-batches in an update (ranks that communicate in forward and
+backward would wait for each other otherwise); the same input gives the same plan on every process
+and in every run, so a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RowValue:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Work of one rank in a learner step: `updates[u][m]` are the rows of micro-batch m of
+    """Work of a rank, or team, in a learner step: `updates[u][m]` are the rows of micro-batch m of
     optimizer update u; an empty one keeps the rank in step. A row is in one update of each epoch,
     on any rank.
 
@@ -215,17 +215,21 @@ def make_rank_plans(
     ranks: int,
     token_budget: int,
     epoch_updates: int,
+    team: int = 1,
 ) -> list[RankPlan]:
-    """Build every rank's plan for a learner step from the rows of each optimizer update."""
-    updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
+    """Build every rank's plan for a learner step from the rows of each optimizer update. team:
+    neighbouring ranks that have the same plan, since they share every micro-batch (`learner.team`).
+    """
+    teams = ranks // team
+    updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(teams)]
     for rows in updates_rows:
         dealt = deal(
             [((row.group_id, row.prompt), row.prompt_length, row.length) for row in rows],
-            ranks=ranks,
+            ranks=teams,
             token_budget=token_budget,
         )
-        for rank, batches in enumerate(dealt):
-            updates[rank].append(
+        for number, batches in enumerate(dealt):
+            updates[number].append(
                 tuple(tuple(rows[position] for position in batch) for batch in batches)
             )
     groups = [
@@ -235,4 +239,5 @@ def make_rank_plans(
     return [
         RankPlan(step, tuple(ids), tuple(plan), epoch_updates)
         for ids, plan in zip(groups, updates, strict=True)
+        for _ in range(team)
     ]

@@ -26,12 +26,13 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What of a model a token does not meet, in parameters; and the intermediate size of the
-    experts that it is routed to.
+    """What of a model a token does not meet, in parameters; the intermediate size of the experts
+    that it is routed to; and how many a layer has of those.
     """
 
     idle: int
     intermediate: int
+    chosen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +88,4 @@ def expert_share(hf: PreTrainedModel) -> ExpertShare | None:
         idle += count - count * min(chosen, block.experts) // block.experts
     inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return ExpertShare(idle, chosen * inner + shared)
+    return ExpertShare(idle, chosen * inner + shared, chosen)

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from async_grpo.errors import SetupError
 from async_grpo.learner import copies
-from async_grpo.learner.attention import ATTENTION, needs_logits
+from async_grpo.learner.attention import ATTENTION, heads_of, needs_logits
 from async_grpo.learner.model import (
     ForwardPass,
     NoLanguageModel,
@@ -36,6 +36,7 @@ from async_grpo.learner.model import (
     without_dropout,
 )
 from async_grpo.learner.packing import PackedRow, pack, response_row
+from async_grpo.learner.team import IndivisibleError, check_heads
 from async_grpo.runtime.text import raised
 
 PASSES = (
@@ -154,6 +155,21 @@ def confirm(
             return replace(choice, forward_pass=one, needs_logits=needs_logits())
         found[one] = difference
     raise NoForwardPass(_sentence(config.model_type, found))
+
+
+def check_shared(choice: Choice, config: PretrainedConfig, *, size: int) -> None:
+    """Check that teams of ranks can share the rows of a model: where a token meets others in our
+    attention alone. Raises IndivisibleError.
+    """
+    if size == 1:
+        return
+    if choice.forward_pass.rows != "packed":
+        raise IndivisibleError(
+            f"learner.sequence_parallel is {size}, but {config.model_type} has layers that need a "
+            "whole sequence on one rank (a recurrence, or attention of its own): set it to 1, or "
+            "train another model"
+        )
+    check_heads(heads_of(config).count, size)
 
 
 def rows(config: PretrainedConfig) -> list[PackedRow]:

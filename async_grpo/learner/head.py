@@ -7,13 +7,15 @@ decoder that answers the given hidden states and a head that is a plain product:
     hidden [n, H] -> type(hf).forward -> decoder (answers hidden) -> head (hidden W^T + b)
                                       -> whatever the model does  -> logits [n, V]
 
-Invariant: one module call computes all chunks, so that a sharded weight is gathered once for the
-forward and once for the backward pass.
+Invariants: one module call computes all chunks, so that a sharded weight is gathered once for the
+forward and once for the backward pass; a chunk at a time has logits, in both passes, and a rank
+has only those of its own tokens, so that no tensor of all tokens by the vocabulary exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,24 +75,36 @@ class LogprobHead(nn.Module):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        kept: tuple[Tensor, ...] | None = None,
         own: OwnLogits | None = None,
     ) -> Any:
         """Log-probs of `targets` [M] or [M, K] from `hidden` [M, H], and entropies [M] or None.
-        own: what makes logits of a projection. Without targets, as the layer that this one
-        replaces: logits [..., V] of `hidden` [..., H].
+        kept: of which tokens each was sampled (`KeptSets.by_size`); where there was one alone, its
+        log-prob is 0 and costs nothing. own: what makes logits of a projection. Without targets, as
+        the layer that this one replaces: logits [..., V] of `hidden` [..., H].
         """
         project, linear = self._projection(hidden)
         if targets is None:
             return project(hidden)
-        return token_logprobs(
-            hidden,
-            targets,
-            project if own is None else own.through(project),
+        compute = partial(
+            token_logprobs,
+            project=project if own is None else own.through(project),
             vocab_size=len(self.weight),
             temperature=temperature,
             with_entropy=with_entropy,
             linear=linear if own is None else None,
         )
+        if kept is None:
+            return compute(hidden, targets)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = entropy = hidden.new_zeros(len(hidden), dtype=dtype)
+        several, sets, whole = kept
+        for at, own_sets in [(several, sets), (whole, None)][: 2 if len(whole) else 1]:
+            found, spread = compute(hidden.index_select(0, at), targets[at], kept=own_sets)
+            logprobs = logprobs.index_copy(0, at, found)
+            if spread is not None:
+                entropy = entropy.index_copy(0, at, spread)
+        return logprobs, entropy if with_entropy else None
 
     def _projection(self, hidden: Tensor) -> tuple[Project, tuple[Tensor, Tensor | None]]:
         """Return the product with the weights, which are whole during the call; weights and bias

@@ -5,6 +5,8 @@ Hides the backend (`backend`); the formulas are `token_math`'s. Invariants:
 
 - The gradient of an update is that of the plan's rows and weights, whatever their split into
   micro-batches and ranks: weights hold the global normalisers, so losses are added.
+- The ranks of a team (`team`) have the same plan and the same results, so that statistics count
+  one of them.
 - All ranks run the same number of forward and backward passes; a rank without rows runs a dummy
   token with loss 0.
 - A non-finite loss or gradient norm ends the update on every rank.
@@ -34,27 +36,30 @@ from async_grpo.learner.backend.base import Backend, RunnableModel, TrainedModel
 from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
 from async_grpo.learner.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.learner.collectives import Collectives
-from async_grpo.learner.forward_choice import Choice, by_row, choose, confirm
+from async_grpo.learner.forward_choice import Choice, by_row, check_shared, choose, confirm
 from async_grpo.learner.kernels import fuse
 from async_grpo.learner.lending import LentMemory
 from async_grpo.learner.model import ForwardPass, PolicyModel, load_model
 from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
-from async_grpo.learner.prefetch import ahead
+from async_grpo.learner.prefetch import ahead, on_device
 from async_grpo.learner.routing import RoutingReplay
 from async_grpo.learner.rows import (
     LearnerRow,
     Stopwatch,
     TokenBatch,
     decode_rows,
+    known,
     learning_rate,
     repeats,
     token_batch,
 )
+from async_grpo.learner.team import Team
 from async_grpo.learner.token_math import TokenMath, UpdateFacts, compare_sampler
 from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published, PublishedFactors
 from async_grpo.weights.names import check_names, file_shapes
 from async_grpo.wire import codec
+from async_grpo.wire.kept import KeptSets, joined
 
 Fetch = Callable[[int, Sequence[int]], codec.Buffer]
 
@@ -118,7 +123,10 @@ class Learner:
         self._torch_device = torch.device(device)
         self._lent = LentMemory(self._torch_device)
         self.sharded = self._division.sharded
-        self._collectives = Collectives(self._torch_device)
+        size, timeout_s = config.learner.sequence_parallel, config.watchdog.step_timeout_s
+        team = Team(size, self._torch_device, timeout_s=timeout_s) if size > 1 else None
+        self._team = team
+        self._collectives = Collectives(self._torch_device) if team is None else team.peers
         self._math = TokenMath(config, self._collectives)
         self._grad_norm = math.nan
         self._lr_factor = 1.0
@@ -135,6 +143,7 @@ class Learner:
         check_names(files, self.published.weight_metadata(), tied=policy.tied, where=model_dir)
         self._reference = self._build_reference(model_dir)
         self._routing = self._build_routing()
+        self._vocabulary: int = policy.hf.config.get_text_config().vocab_size
         if config.learner.fuses:
             reference = [] if self._reference is None else [self._reference.module.hf]
             fuse([policy.hf, *reference], self._torch_device)
@@ -175,6 +184,7 @@ class Learner:
             exact=self._dtype == torch.float32,
             agree=self._collectives.largest,
         )
+        check_shared(choice, policy.hf.config, size=self.config.learner.sequence_parallel)
         policy.use(choice.forward_pass)
         policy.segmented = (
             choice.forward_pass.rows == "packed"
@@ -214,6 +224,19 @@ class Learner:
             routing.recording([])(self._pack(self.policy, []), 1.0, False)
         return routing
 
+    def _take_routes(self, step: int) -> None:
+        """Keep the experts that engines took, if they are replayed. Raises ValueError for a group
+        without.
+        """
+        kept = self._routing if self.config.learner.routing_replay == "r3" else None
+        for (group_id, _), row in self._rows.items():
+            if kept is not None and row.routes is None:
+                raise ValueError(
+                    f"step {step}: group {group_id} has no experts of its engine: it was sampled "
+                    "with another `learner.routing_replay`"
+                )
+            row.routes = None if kept is None else kept.of_engine(known(row.routes))
+
     def _load(
         self, directory: str, *, gradient_checkpointing: bool, frozen: bool = False
     ) -> PolicyModel:
@@ -229,6 +252,7 @@ class Learner:
                 forward_pass=forward_pass,
             )
         model.in_step = self.sharded
+        model.team = self._team
         return model
 
     def _choose(self, directory: str) -> Choice:
@@ -261,6 +285,7 @@ class Learner:
                 max_staleness=self.config.replay.max_staleness,
                 mask_stale=self.config.replay.on_stale == "mask",
             )
+        self._take_routes(plan.step)
         for name, (share, count) in repeats(self._rows).items():
             if count:
                 self._metrics.add_value(name, share, count)
@@ -276,6 +301,7 @@ class Learner:
                     f"step {plan.step}: group {silent[0]} has no log-probs of the frozen model "
                     f"{' or '.join(teachers)}: it was sampled with another `algorithm.distill`"
                 )
+        self._check_sets(plan)
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.
         rows = [
@@ -283,16 +309,17 @@ class Learner:
             for key, row in plan.rows.items()
             if row.weight != 0 or algorithm.add_token_level_kl
         ]
-        tokens = [row.tokens for row in rows]
+        tokens, sets = [row.tokens for row in rows], [row.kept for row in rows]
         if algorithm.uses_reference:
             with Stopwatch() as watch:
-                for row, values in zip(rows, self._reference_logprobs(tokens), strict=True):
+                references = self._reference_logprobs(tokens, sets)
+                for row, values in zip(rows, references, strict=True):
                     row.reference = values
             self._metrics.add_value("time/learner_reference", watch.seconds)
-        if algorithm.anchor == "recomputed" or self._routing is not None:
+        if algorithm.anchor == "recomputed" or self.config.records_routes:
             with Stopwatch() as watch:
                 policy = self.policy if self._routing is None else self._routing.recording(rows)
-                anchors = self._no_grad_logprobs(policy, tokens)
+                anchors = self._no_grad_logprobs(policy, tokens, sets)
                 for row, values in zip(rows, anchors, strict=True):
                     row.anchor = values if algorithm.anchor == "recomputed" else None
             self._metrics.add_value("time/learner_proximal", watch.seconds)
@@ -301,6 +328,18 @@ class Learner:
             return {}
         sums = {key: self._math.reward_kl(row) for key, row in self._rows.items()}
         return {key: sums[key] for key in plan.owned}
+
+    def _check_sets(self, plan: RankPlan) -> None:
+        """Raise ValueError for a row whose sets are missing, or not of the policy's tokens."""
+        cut = self.config.rollout.most_kept
+        for key, planned in plan.rows.items():
+            kept, asked = self._rows[key].kept, planned.weight != 0 and not planned.given
+            lacks = cut and asked and (kept is None or not kept.counts.all())
+            if lacks or (kept is not None and kept.ids.max(initial=0) >= self._vocabulary):
+                raise ValueError(
+                    f"step {plan.step}: group {key[0]} does not say from which of the policy's "
+                    "tokens each was sampled: it was with another `rollout.top_p` or `top_k`"
+                )
 
     def train(
         self, values: dict[RowKey, RowValue], kl_coef: float, lr_factor: float = 1.0
@@ -329,7 +368,8 @@ class Learner:
         if self._reference is not None and every and plan.step % every == 0:
             self._division.copy(self.policy.module, self._reference.module)
             self._reference_moved = True
-        return self._metrics.to_wire()
+        counts = self._team is None or self._team.place == 0  # the others' are the same
+        return (self._metrics if counts else MetricSums()).to_wire()
 
     def _update(self, index: int, planned: Sequence[Sequence[PlanRow]]) -> None:
         """Make one optimizer step over these micro-batches."""
@@ -392,8 +432,9 @@ class Learner:
             if unmoved:
                 compare_sampler(self._metrics, batch, logprobs)
             if (routes := done.packed.routes) is not None:
-                for changed, known in routes.changed:
-                    self._metrics.add("train/routes_changed", changed, known)
+                for one in routes.changed:
+                    pairs = self.policy.module.whole(torch.stack(one, -1), done.packed)
+                    self._metrics.add("train/routes_changed", *pairs.unbind(-1))
         if self._effective is not None:
             self._effective.add(logprobs, batch.behavior, batch.trained, batch.row_index)
 
@@ -404,14 +445,15 @@ class Learner:
         which depends on the outputs that the loss uses, must be the same on ranks that share a
         model.
         """
-        packed = self._pack(self.policy, [self._rows[row.key].tokens for row in planned])
+        known = [self._rows[row.key] for row in planned]
+        sets = [row.kept for row in known]
+        packed = self._pack(self.policy, [row.tokens for row in known], sets)
         ordered = [planned[position] for position in packed.order if planned]
         rows = [self._rows[row.key] for row in ordered]
         if self._routing is not None:
             packed = self._routing.lay(packed, [row.routes for row in rows])
         batch = token_batch(ordered, rows, self._torch_device)
-        vocabulary = self.policy.module.hf.config.get_text_config().vocab_size
-        return Prepared(len(planned), packed, batch.within(vocabulary))
+        return Prepared(len(planned), packed, batch.within(self._vocabulary))
 
     def _forward(self, ready: Prepared, *, with_entropy: bool) -> Pass:
         """Run the policy over a micro-batch."""
@@ -423,8 +465,17 @@ class Learner:
             found, named = found[:, 0], found[:, 1:]
         return Pass(ready.packed, ready.batch, found, entropy, named)
 
-    def _pack(self, model: RunnableModel, rows: list[PackedRow]) -> Packed:
-        return pack(rows, self._torch_device, segmented=model.module.segmented)
+    def _pack(
+        self, model: RunnableModel, rows: list[PackedRow], sets: Sequence[KeptSets | None] = ()
+    ) -> Packed:
+        """Pack rows. sets: of each one's tokens with log-probs."""
+        packed = pack(rows, self._torch_device, segmented=model.module.segmented)
+        order = packed.order if sets else ()
+        kept = joined([sets[index] for index in order], [len(rows[index][2]) for index in order])
+        if kept is None:
+            return packed
+        parts = [on_device(part, self._torch_device) for part in kept.by_size()]
+        return replace(packed, kept=tuple(parts))
 
     def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/shared_prompts:
@@ -441,8 +492,7 @@ class Learner:
         """Sum of the losses over all ranks. Raises NonFinite on every rank."""
         totals = torch.stack([losses.double().sum(), (~losses.isfinite()).double().sum()])
         finite = losses.isfinite().tolist()
-        dist.all_reduce(totals)
-        total, broken = totals.tolist()
+        total, broken = self._collectives.sum(totals).tolist()
         if broken or not np.isfinite(total):
             mine = {
                 row.group_id
@@ -485,17 +535,25 @@ class Learner:
         ]
         return self._no_grad_logprobs(self.policy, rows, temperature=temperature)
 
-    def _reference_logprobs(self, rows: list[PackedRow]) -> list[np.ndarray]:
+    def _reference_logprobs(
+        self, rows: list[PackedRow], sets: Sequence[KeptSets | None] = ()
+    ) -> list[np.ndarray]:
         """Log-probs of the reference model, or of the policy without its adapters."""
         if self._reference is not None:
-            return self._no_grad_logprobs(self._reference, rows)
+            return self._no_grad_logprobs(self._reference, rows, sets)
         with adapters.switched_off(self.policy.module):
-            return self._no_grad_logprobs(self.policy, rows)
+            return self._no_grad_logprobs(self.policy, rows, sets)
 
     def _no_grad_logprobs(
-        self, model: RunnableModel, rows: list[PackedRow], *, temperature: float | None = None
+        self,
+        model: RunnableModel,
+        rows: list[PackedRow],
+        sets: Sequence[KeptSets | None] = (),
+        *,
+        temperature: float | None = None,
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
+        sets = sets or [None] * len(rows)
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
         passes = micro_batches(shapes, self.config.micro_batch_tokens)
         if self.sharded:
@@ -503,7 +561,9 @@ class Learner:
             passes += [[]] * (most - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         packs = ahead(
-            lambda chunk: self._pack(model, [rows[index] for index in chunk]),
+            lambda chunk: self._pack(
+                model, [rows[index] for index in chunk], [sets[index] for index in chunk]
+            ),
             passes,
             device=self._torch_device,
         )

@@ -47,6 +47,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation, of_rows, when_repeated
 from async_grpo.learner.head import LogprobHead, OwnLogits
 from async_grpo.learner.packing import Packed, Routes
+from async_grpo.learner.team import Team
 
 CHECKPOINTING = {  # there is no dropout
     "use_reentrant": False,
@@ -95,6 +96,8 @@ class PolicyModel(nn.Module):
         """Whether every pass must call the decoder as often as on other ranks: once."""
         self.segmented = False
         """Whether packs are to be for a kernel that takes rows of any length."""
+        self.team: Team | None = None
+        """The ranks that share every pack, of this one; None where it has them whole."""
         try:
             head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
         except RuntimeError:  # transformers does not know where they are
@@ -148,12 +151,27 @@ class PolicyModel(nn.Module):
             base = next(one for one in self.hf.children() if isinstance(one, PreTrainedModel))
         return base
 
+    def whole(self, values: Tensor, packed: Packed) -> Tensor:
+        """Return values [n, ...] of this rank's places, of all places in a pack of a team."""
+        count = packed.input_ids.numel()
+        return values if self.team is None else self.team.whole(values, count)
+
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs float32 of `packed.targets` at `temperature`, and entropies [M] or None.
         The pass `alone` takes a pack of one row.
         """
+        if (team := self.team) is None or self.forward_pass.rows != "packed":
+            return self._logprobs(packed, temperature, with_entropy)
+        logprobs, entropy = self._logprobs(packed.shared(team), temperature, with_entropy)
+        logprobs = team.collect(logprobs, packed.predictors)
+        return logprobs, None if entropy is None else team.collect(entropy, packed.predictors)
+
+    def _logprobs(
+        self, packed: Packed, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `forward` does, of the tokens that this rank has."""
         passes = {"packed": self._packed, "rows": self._rows, "alone": self._alone}
         offload = self.offloads and torch.is_grad_enabled()
         pinned = packed.input_ids.is_cuda
@@ -161,13 +179,15 @@ class PolicyModel(nn.Module):
             states = passes[self.forward_pass.rows](packed)
         if self.forward_pass.rows == "alone":
             return _of_logits(states, packed, temperature)
-        return self.hf.get_output_embeddings()(
+        found: tuple[Tensor, Tensor | None] = self.hf.get_output_embeddings()(
             states.index_select(0, packed.predictors),
             packed.targets,
             temperature=temperature,
             with_entropy=with_entropy,
+            kept=packed.kept,
             own=self._own,
         )
+        return found
 
     def _packed(self, packed: Packed) -> Tensor:
         """Hidden states [N, H], all tokens in one sequence."""

@@ -24,7 +24,7 @@ have a fixed order on any device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from async_grpo.learner.prefetch import on_device
+from async_grpo.learner.team import Team
 
 PackedRow = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Prompt, the tokens that follow it, and the places in the latter whose log-probs are wanted; the
@@ -96,7 +97,8 @@ class RowLayout:
 
     take [A]: the token at each position, 0 for padding. own [N]: the position whose result a token
     gets. foreign [A]: positions that are no token's own. buckets, or segments: the rows, one behind
-    the other. tokens: the rows' lengths together, each with its prompt. longest: of a row.
+    the other. tokens: the rows' lengths together, each with its prompt. longest: of a row. team: of
+    ranks that share the tokens, and have all of them in attention; None: this rank alone.
     """
 
     take: Tensor
@@ -107,6 +109,7 @@ class RowLayout:
     segments: RowSegments | None
     tokens: int
     longest: int
+    team: Team | None = None
 
     @property
     def positions(self) -> int:
@@ -178,15 +181,16 @@ class _Collect(torch.autograd.Function):
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
     """Experts of tokens at the P places where a pass computes them (`routing`). columns: of each
-    pick, numbered by block and by call in it; given [P, width]: experts to take where known [P];
-    first [P]: where a token is first, of its copies; start: first place of a call of the decoder;
+    pick, numbered by block and by call in it; given [P, width]: experts to take, `missing` where
+    they are not known; first [P]: where a token is first, of its copies; start: first place of a
+    call of the decoder;
     picked: experts that were taken, if recorded; changed: in each pick, where the model would have
     taken others [n], and where known [n].
     """
 
     columns: dict[tuple[int, int], slice]
     given: Tensor
-    known: Tensor
+    missing: int
     first: Tensor
     start: int = 0
     picked: dict[tuple[int, int], list[Tensor]] | None = None
@@ -197,7 +201,8 @@ class Routes:
         taken = live
         if pick in self.columns:
             here = slice(self.start, self.start + len(live))
-            given, known = self.given[here, self.columns[pick]].long(), self.known[here]
+            given = self.given[here, self.columns[pick]].long()
+            known = (given != self.missing).all(-1)
             taken = torch.where(known[:, None], given, live)
             self.changed.append(((taken.sort(-1)[0] != live.sort(-1)[0]).any(-1), known))
             if self.picked is not None:
@@ -214,7 +219,7 @@ class Packed:
     input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
     each of these tokens; targets [M], or [M, K] with others in its place; order: packed row k is
     row `order[k]` of the caller; the M tokens lie in that order. tokens: which of the N each packed
-    row has; routes: of them, if they are not left to the model.
+    row has; routes: of them, if they are not left to the model; kept: see `LogprobHead`.
     """
 
     input_ids: Tensor
@@ -225,6 +230,32 @@ class Packed:
     order: tuple[int, ...]
     tokens: tuple[np.ndarray, ...]
     routes: Routes | None = None
+    kept: tuple[Tensor, ...] | None = None
+
+    def shared(self, team: Team) -> Packed:
+        """Return what this rank of a team computes of the pack: its part of the tokens, and the
+        log-probs that they predict.
+        """
+        mine, routes, kept = team.own(self.predictors), self.routes, self.kept
+        if kept is not None:
+            number = torch.full_like(self.predictors, -1)
+            number[mine] = torch.arange(len(mine), device=mine.device)
+            several, whole = number[kept[0]], number[kept[2]]
+            kept = several[several >= 0], kept[1][several >= 0], whole[whole >= 0]
+        if routes is not None:
+            given = team.share(routes.given, padding=routes.missing)
+            first = torch.arange(len(given), device=given.device)  # each token is there once
+            routes = replace(routes, given=given, first=first)
+        return replace(
+            self,
+            input_ids=team.share(self.input_ids[0])[None],
+            position_ids=team.share(self.position_ids[0])[None],
+            predictors=self.predictors[mine] // team.size,
+            targets=self.targets[mine],
+            layout=replace(self.layout, team=team),
+            routes=routes,
+            kept=kept,
+        )
 
 
 def response_row(prompt: np.ndarray, response: np.ndarray) -> PackedRow:

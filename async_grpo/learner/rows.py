@@ -24,6 +24,7 @@ from async_grpo.learner.batching import PlanRow, RankPlan, RowKey
 from async_grpo.learner.packing import PackedRow
 from async_grpo.learner.prefetch import on_device
 from async_grpo.wire import codec
+from async_grpo.wire.kept import KeptSets
 
 NGRAM = 4
 """Tokens of a window that is looked for in what its response said before."""
@@ -37,8 +38,9 @@ class LearnerRow:
 
     response: context and sampled tokens; sampled [L] int64: places of the latter in it; behavior
     [L] float32; lag [L] int64; where a frozen model teaches, teacher [L, 1 + k] float32, its
-    log-probs of the token and of k others, and those teacher_ids [L, k]; once computed: anchor,
-    reference, advantages [L] float32, kl [L] float64, and routes of all its tokens but the last.
+    log-probs of the token and of k others, and those teacher_ids [L, k]; kept: the tokens that each
+    was sampled from, if not all; routes of all its tokens but the last (`routing`), which the
+    engine may have sent; once computed: anchor, reference, advantages [L] float32, kl [L] float64.
     max_lag: older tokens are not trained; they stay in the divisors, and out of the statistics of
     their row. given: a demonstration, which is imitated and has a part in nothing else.
     """
@@ -54,6 +56,7 @@ class LearnerRow:
     given: bool = False
     teacher: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None
+    kept: KeptSets | None = None
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
     kl: np.ndarray | None = None
@@ -74,13 +77,19 @@ class LearnerRow:
             return np.ones(len(self.lag), np.uint8)
         return (self.lag <= self.max_lag).astype(np.uint8)
 
+    @property
+    def chosen(self) -> np.ndarray:
+        """[L] uint8: `trained`, but 0 where no other token could be sampled: the log-prob is 0."""
+        return self.trained if self.kept is None else self.trained * (self.kept.counts != 1)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Everything the loss needs of the M sampled tokens of a micro-batch, each [M].
 
     `teacher` [M, 1 + k] and `teacher_ids` [M, k], or None: see `LearnerRow`. `mask`: 0 at the token
-    of a dummy, and of a demonstration. `trained`: also at tokens that are too old. `weights`: loss
+    of a dummy, and of a demonstration. `trained`: also at tokens that are too old; `chosen`:
+    also at those beside which none could be sampled, for statistics of ratios. `weights`: loss
     weight, 0 where not trained. `given`: of demonstrations' tokens, 0 at others; None without any.
     `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, number among the row's
     sampled tokens.
@@ -94,6 +103,7 @@ class TokenBatch:
     advantages: Tensor
     mask: Tensor
     trained: Tensor
+    chosen: Tensor
     lag: Tensor
     weights: Tensor
     given: Tensor | None
@@ -149,9 +159,10 @@ def decode_rows(
     decoded = map(codec.decode_group, codec.unpack_frames(payload))
     groups = {group.group_id: group for group in decoded}
     taught = {
-        number: (by_row(group, "teacher_logprobs"), by_row(group, "teacher_ids"))
+        number: (by_row(group, "teacher_logprobs"), by_row(group, "teacher_ids"), routes_of(group))
         for number, group in groups.items()
     }
+    sets = {number: _kept(group) for number, group in groups.items()}
     if set(groups) != set(plan.group_ids):
         raise ValueError(
             f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
@@ -180,7 +191,7 @@ def decode_rows(
                 f"{lag.min()} to {lag.max()}, outside 0 to replay.max_staleness {max_staleness}; "
                 "this is a bug in admission or labelling, please open an issue"
             )
-        teacher, teacher_ids = (one[planned.row] for one in taught[planned.group_id])
+        teacher, teacher_ids, routes = (one[planned.row] for one in taught[planned.group_id])
         rows[key] = LearnerRow(
             prompt,
             row.response_ids,
@@ -193,6 +204,8 @@ def decode_rows(
             advantages=np.zeros(len(lag), np.float32) if planned.given else None,
             teacher=teacher,
             teacher_ids=teacher_ids,
+            routes=routes,
+            kept=sets[planned.group_id][planned.row],
         )
     return rows
 
@@ -226,6 +239,27 @@ def by_row(group: codec.Group, plane: str) -> list[np.ndarray | None]:
         return [None] * len(group.rows)
     lengths = [len(row.behavior_logprobs) for row in group.rows]
     return list(np.split(values, np.cumsum(lengths)[:-1]))
+
+
+def routes_of(group: codec.Group) -> list[np.ndarray | None]:
+    """Return what the engine routed of each row's T tokens but the last [T - 1, width]; None for
+    each where it did not say.
+    """
+    plane = group.planes.get("routes")
+    if plane is None:
+        return [None] * len(group.rows)
+    lengths = [*map(len, group.prompts), *(len(row.response_ids) for row in group.rows)]
+    parts = np.split(plane, np.cumsum(lengths)[:-1])
+    responses = zip(group.rows, parts[len(group.prompts) :], strict=True)
+    return [np.concatenate([parts[row.prompt], part])[:-1] for row, part in responses]
+
+
+def _kept(group: codec.Group) -> list[KeptSets | None]:
+    """Return of each row which tokens its sampled ones are from; None for each if all are."""
+    found = KeptSets.in_planes(group.planes)
+    if found is None:
+        return [None] * len(group.rows)
+    return [*found.split([len(row.behavior_logprobs) for row in group.rows])]
 
 
 def token_batch(
@@ -264,6 +298,7 @@ def token_batch(
         advantages=column([known(row.advantages) for row in rows], np.float32),
         mask=column([np.full(len(row.lag), not row.given) for row in rows], np.uint8),
         trained=trained,
+        chosen=column([row.chosen for row in rows], np.uint8),
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,
         given=spread([row.weight * row.given for row in planned], np.float32)

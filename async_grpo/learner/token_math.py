@@ -13,8 +13,9 @@ per micro-batch:
                 + penalty towards the sampler + KL to a teacher's top k - entropy bonus, summed with
                 the tokens' loss weights; + the cross-entropy of demonstrations with its own
 
-Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
-rank calls the collective parts equally often.
+Invariants: off-policy weights, selections and tokens that are too old never change a divisor, and a
+token beside which none could be sampled counts in divisors alone; every rank calls the collective
+parts equally often.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class TokenMath:
         parts = [
             weight_sums(
                 self._importance(batch, self._policy(batch, current)),
-                batch.trained,
+                batch.chosen,
                 level=self._algorithm.importance.level,
                 row_index=batch.row_index,
             )
@@ -209,7 +210,7 @@ class TokenMath:
             logprobs=logprobs,
             anchor_logprobs=self._anchor(whole, logprobs),
             advantages=self._advantages(whole, logprobs),
-            loss_mask=whole.trained,
+            loss_mask=whole.chosen,
             staleness=whole.lag,
             clip=self._clip,
             options=self._options,
@@ -263,6 +264,7 @@ class TokenMath:
                 advantages=advantages,
                 staleness=batch.lag,
                 mask=batch.trained,
+                chosen=batch.chosen,
                 row_index=batch.row_index,
                 weights=weights,
                 kept=kept,
@@ -391,17 +393,25 @@ class TokenMath:
 
 
 def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) -> None:
-    """Learner against sampler on tokens of lag 0, whose very weights computed `logprobs` [M].
+    """Learner against sampler where the step's first weights computed `logprobs` [M], by cause:
+    mean and largest absolute difference, and the cause's share of the tokens.
 
-    weights/sampler_error: mean absolute difference in responses of one version;
-    weights/kv_cache_error: in responses that ran when the weights came, larger where their caches
-    were kept, so that their tokens looked at an older version's.
+    weights/sampler_error: tokens of lag 0, whose very weights these are, in responses of one
+    version; weights/kv_cache_error: in responses that ran when the weights came, larger where their
+    caches were kept, so that their tokens looked at an older version's; weights/version_error:
+    tokens of older weights.
     """
     oldest = torch.zeros_like(batch.lag)  # there are no more rows than tokens
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
-    fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
-    metrics.add("weights/sampler_error", error, fresh & (oldest == 0))
-    metrics.add("weights/kv_cache_error", error, fresh & (oldest > 0))
+    sampled, error = batch.chosen != 0, (logprobs - batch.behavior).abs()
+    for name, chosen in (
+        ("weights/sampler_error", sampled & (oldest == 0)),
+        ("weights/kv_cache_error", sampled & (batch.lag == 0) & (oldest > 0)),
+        ("weights/version_error", sampled & (batch.lag > 0)),
+    ):
+        metrics.add(name, error, chosen)
+        metrics.maximum(f"{name}_max", torch.where(chosen, error, -torch.inf).amax())
+        metrics.add(f"{name}_share", chosen.double(), sampled)
 
 
 def _at_turns(row: LearnerRow, rewards: tuple[float, ...]) -> np.ndarray:

@@ -241,7 +241,8 @@ def _busy(seen: Interval, times: Times, most: Mapping[str, float]) -> tuple[Bott
         f"{seen.engine['blocked']:.0%}"
     )
     factor = min(most["engines"] / seen.rate, AT_MOST)
-    wanted = seen.within(math.ceil(setup.ranks * factor), beside=setup.actors)
+    teams = math.ceil(setup.ranks * factor / setup.team)
+    wanted = seen.within(teams * setup.team, beside=setup.actors) // setup.team * setup.team
     ranks = max(setup.ranks, wanted)
     if factor >= 1 + WORTH and ranks <= setup.ranks:
         return seen.no_room(f"{busy}: another learner rank"), times

@@ -73,6 +73,8 @@ class ThroughputSettings:
     open_episodes: int = 0
     """Episodes that a rollout actor may have begun; 0: responses are no episodes."""
     ranks: int = 1
+    team: int = 1
+    """Ranks that share each sequence; their number is a multiple of it."""
     rank_factor: float = 1.0
     """How many times the learner ranks with which its time was measured."""
     cores: int | None = None
@@ -99,6 +101,7 @@ class ThroughputSettings:
             concurrency=config.task.verifier.concurrency,
             open_episodes=rollout.max_open_episodes or 2 * max_num_seqs,
             ranks=config.learner.ranks,
+            team=config.learner.sequence_parallel,
             cores=cores,
         )
 

@@ -102,6 +102,8 @@ class ActorReports:
         kinds = sorted(name for name in total if name.startswith("verifier_errors_"))
         counters = {name: name for name in ("continued_tokens", "verifier_errors", *kinds)}
         counters["attempts_failed"] = "failed"
+        if total.get("kept_overflows"):
+            counters["kept_overflows"] = "kept_overflows"
         for name in sorted(total):
             _, is_failure, reason = name.partition("environment_")
             if is_failure:

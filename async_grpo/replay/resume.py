@@ -355,13 +355,15 @@ def identity(config: Config, fingerprint: str) -> str:
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
         "task": config.task.model_dump(exclude=_NOT_OF_GROUPS),
         **({"tasks": _of_tasks(config)} if config.tasks else {}),
+        **({"routes": "r3"} if config.learner.routing_replay == "r3" else {}),
         "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
         )
         # those that older runs do not have count where they are set
         | config.rollout.model_dump(
-            include={"turn_length", "context_length", "max_turns"}, exclude_defaults=True
+            include={"turn_length", "context_length", "max_turns", "top_p", "top_k"},
+            exclude_defaults=True,
         ),
     }
     algorithm, distill = config.algorithm, config.algorithm.distill

@@ -30,7 +30,7 @@ from async_grpo.rollout.chat_format import ChatFormat, Said
 from async_grpo.rollout.conversation import ContentError, Conversation
 from async_grpo.rollout.engine.base import Completion, Engine, Purpose, Sampling
 from async_grpo.rollout.partial import EMPTY, Turn, digest, join
-from async_grpo.rollout.session import Session
+from async_grpo.rollout.session import NO_ROUTES, Session
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.wire.codec import GroupTicket
 from async_grpo.wire.groups import Row
@@ -72,6 +72,27 @@ def as_rows(
             )
             del values[:count]
     return [np.asarray(prompt, np.int32) for prompt in prompts], rows
+
+
+def routes_plane(
+    prompts: Sequence[np.ndarray], rows: Sequence[Row], parts: Sequence[Sequence[np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Return the plane of what engines routed of all tokens of a group (`codec`), the largest
+    number of its type where they do not say; nothing where they say nothing. parts: of the first
+    rows, in turns. The first row with a prompt gives the prompt's.
+    """
+    found = [np.concatenate([part for part in one if len(part)] or [NO_ROUTES]) for one in parts]
+    if not (width := max((one.shape[1] for one in found), default=0)):
+        return {}
+    found = [one if len(one) else one.reshape(0, width) for one in found]
+    kind = np.uint16 if any(one.max(initial=0) >= 255 for one in found) else np.uint8
+    starts = np.cumsum([0, *map(len, prompts), *(len(row.response_ids) for row in rows)])
+    plane = np.full((starts[-1], width), np.iinfo(kind).max, kind)
+    for row, one, start in reversed([*zip(rows, found, starts[len(prompts) :], strict=False)]):
+        count = len(prompts[row.prompt])
+        plane[starts[row.prompt] :][: len(one[:count])] = one[:count]
+        plane[start:][: len(one[count:])] = one[count:]
+    return {"routes": plane}
 
 
 def turn_room(rollout: RolloutConfig, *, sampled: int, behind: int, length: int) -> tuple[int, str]:

@@ -119,6 +119,7 @@ def engine_config(config: Config, name: str) -> Config:
     return config.unchecked_copy(
         update={
             "model": config.model.unchecked_copy(update=model),
+            "learner": config.learner.unchecked_copy(update={"routing_replay": "off"}),
             "rollout": rollout.unchecked_copy(update=longer),
             "cluster": config.cluster.unchecked_copy(update={"engine": engine}),
         }

@@ -38,6 +38,7 @@ from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, Engine, Sampling
 from async_grpo.weights.transport import parse_label
 from async_grpo.wire.codec import GroupTicket
+from async_grpo.wire.kept import KeptSets, joined
 
 FILE = "partial.msgpack"
 _NUMBERS = itertools.count()
@@ -194,6 +195,8 @@ def join(start: Completion, rest: Completion) -> Completion:
         labels=labels,
         finish_reason=rest.finish_reason,
         first_token=rest.first_token,
+        routes=rest.routes,
+        kept=joined([start.kept, rest.kept], [at, len(rest.token_ids)]),
     )
 
 
@@ -215,6 +218,7 @@ def encode(generation: Growing, *, max_bytes: int) -> tuple[PartialStart, bytes]
                     "labels": [list(span) for span in one.labels],
                     "finish": one.finish_reason,
                 }
+                | ({"kept": [*map(bytes, one.kept.planes.values())]} if one.kept else {})
                 for one in responses
             ],
         }
@@ -419,7 +423,12 @@ def _response_of(plain: dict[str, Any]) -> Completion:
         tokens.min() >= 0 and -math.inf < logprobs.min() and logprobs.max() <= 1e-3
     ):
         raise ValueError("a token is negative, or a log-prob not finite or positive")
-    return Completion(tokens, logprobs, labels, plain["finish"], time.time())
+    kept = None
+    if "kept" in plain:
+        counts, ids = plain["kept"]
+        kept = KeptSets(np.frombuffer(counts, "<u2"), np.frombuffer(ids, _INT32))
+        kept.check(tokens)
+    return Completion(tokens, logprobs, labels, plain["finish"], time.time(), kept=kept)
 
 
 def _name() -> str:

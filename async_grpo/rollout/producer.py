@@ -26,13 +26,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from async_grpo.config.schema import Config
 from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
-from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows
+from async_grpo.rollout.episodes import Episode, GroupPlay, PromptTooLong, as_rows, routes_plane
 from async_grpo.rollout.frozen import FrozenFailed
 from async_grpo.rollout.host import EngineHost, hash63
 from async_grpo.rollout.judges import Judges
@@ -46,7 +48,8 @@ from async_grpo.tasks.base import Problem, Problems, Score
 from async_grpo.tasks.mixture import ProblemOrder, load_tasks
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire.codec import Group, GroupTicket, WireError, encode_group
-from async_grpo.wire.groups import EPISODE_END
+from async_grpo.wire.groups import EPISODE_END, Row
+from async_grpo.wire.kept import joined
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
@@ -346,6 +349,8 @@ class GroupProducer(EngineHost):
         scored, size = time.time(), posed.config.rollout.group_size
         prompts, rows = as_rows(episodes, trained=size, weights=posed.weights)
         planes, given = await lesson.finish(prompts, rows, partial(self._asks, work))
+        routes = [row.routes for episode in episodes for row in episode.session.rows]
+        planes |= self._sets(episodes, given, trained=size)
         if self._teaching.asks:
             self._counts["taught"] += 1
             self._counts["teaching_ms"] += round(1000 * (time.time() - scored))
@@ -361,7 +366,7 @@ class GroupProducer(EngineHost):
             run_epoch=ticket.run_epoch,
             prompts=prompts,
             rows=[*rows, *given],
-            planes=planes,
+            planes=planes | routes_plane(prompts, [*rows, *given], routes),
             times={
                 "queued": queued,
                 "first_token": min(episode.first_token for episode in episodes),
@@ -423,11 +428,37 @@ class GroupProducer(EngineHost):
             max_tokens=rollout.response_length,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
-            top_k=rollout.top_k,
+            top_k=rollout.most_kept,
             seed=hash63(config.seed, work.ticket.group_id) if config.seeded else None,
             repetition=rollout.repetition,
+            kept=rollout.most_kept > 0,
         )
-        return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
+        greedy = replace(samples, n=1, temperature=0.0, seed=None, kept=False)
+        return [samples, *[greedy] * self._baselines]
+
+    def _sets(
+        self, episodes: list[Episode], given: list[Row], *, trained: int
+    ) -> dict[str, np.ndarray]:
+        """Return planes of the sets from which all tokens were sampled; given: rows that were not.
+        Raises EngineError for a token of the first `trained` episodes whose set is not known.
+        """
+        if not self._config.rollout.most_kept:
+            return {}
+        turns = [
+            (kept, len(values), number < trained)
+            for number, episode in enumerate(episodes)
+            for row in episode.session.rows
+            for kept, values in zip(row.kept, row.logprobs, strict=True)
+        ]
+        if any(asked and (kept is None or not kept.counts.all()) for kept, _, asked in turns):
+            self._counts["kept_overflows"] += 1
+            raise EngineError(
+                "a token was sampled from so many equally probable ones beyond rollout.top_k that "
+                "the engine does not know them all"
+            )
+        turns += [(None, len(row.behavior_logprobs), False) for row in given]
+        kept = joined([kept for kept, _, _ in turns], [length for _, length, _ in turns])
+        return {} if kept is None else kept.planes
 
     async def _score(
         self, work: _GroupWork, problem: Problem, completions: list[Completion]

@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_grpo.rollout.engine.base import Completion
+from async_grpo.rollout.engine.base import Completion, EngineError
 from async_grpo.wire.groups import VersionSpan
+from async_grpo.wire.kept import KeptSets
+
+NO_ROUTES = np.empty((0, 0), np.uint8)
 
 
 @dataclass(slots=True)
@@ -32,7 +35,11 @@ class SessionRow:
     ids: list[int] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
+    kept: list[KeptSets | None] = field(default_factory=list)
+    """Of which tokens those of each turn were sampled."""
     labels: list[VersionSpan] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Of each turn, what `Completion.routes` says of tokens that no turn before computed."""
     waiting: int = 0
     """Tokens of context behind the last sampled one."""
     salt: str = ""
@@ -128,6 +135,13 @@ class Session:
         row.segments.append((row.waiting, count))
         row.waiting = 0
         row.logprobs.append(completion.logprobs)
+        routes = completion.routes
+        if routes is None:  # of a checkpoint, or of an engine that does not say
+            routes = NO_ROUTES
+        elif len(routes) != row.length - 1:
+            raise EngineError(f"{row.length} tokens came with routes of {len(routes)}")
+        row.routes.append(routes[sum(map(len, row.routes)) :])
+        row.kept.append(completion.kept)
         row.labels += [
             VersionSpan(span.policy_version, span.start + at, span.end + at)
             for span in completion.versions
@@ -157,6 +171,8 @@ class Session:
         del row.ids[len(row.ids) - count - row.waiting :]
         row.waiting = context
         row.logprobs.pop()
+        row.routes.pop()
+        row.kept.pop()
         kept = sum(sampled for _, sampled in row.segments)
         row.labels = [
             VersionSpan(span.policy_version, span.start, min(span.end, kept))

@@ -147,6 +147,7 @@ class RowMath:
             ranks=config.learner.ranks,
             token_budget=config.micro_batch_tokens,
             epoch_updates=len(updates) // config.learner.ppo_epochs,
+            team=config.learner.sequence_parallel,
         )
 
     def _imitated(self, demonstrations: Sequence[_Episode]) -> list[PlanRow]:

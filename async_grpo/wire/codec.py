@@ -29,8 +29,9 @@ Invariants: facts only (advantages and ratios are derived later); nothing is eve
 bytes from anywhere give a group or a WireError, nothing else; every length is checked against the
 frame, and the frame against its limit, before an array is made; the header has exactly its keys,
 and under them numbers, strings, and flat lists or one flat map of those; a decoded group has finite
-log-probs and a version for every token. `decode_meta` never copies or widens a token array, so a
-reader of metadata costs the same for any response length.
+log-probs and a version for every token, which is in its set where it has one (`kept`). Without sets
+`decode_meta` never copies or widens a token array, so a reader of metadata costs the same for any
+response length.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from async_grpo.wire.groups import (
     WireError,
 )
 from async_grpo.wire.header import facts, natural
+from async_grpo.wire.kept import KeptSets
 
 __all__ = [
     "Batch",
@@ -341,9 +343,12 @@ def _open(
 def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
     """Check every rule behind the envelope, types first, so that only WireError is raised."""
     meta = facts(header, nbytes=len(view))
-    ids, logprobs, _ = _arrays(header, view, offset, meta)
+    ids, logprobs, found = _arrays(header, view, offset, meta)
     if ids.min() < 0:
         raise WireError("a token id is negative")
+    if (kept := KeptSets.in_planes(found)) is not None:
+        behind, segments = ids[sum(meta.prompt_lengths) :], header["segments"]
+        kept.check(behind[np.repeat(np.arange(len(segments)) % 2 == 1, segments)])
     # both comparisons are false for NaN; no copy of the array is made
     if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):
         bad = ~((logprobs > -np.inf) & (logprobs <= 1e-3))

@@ -4,6 +4,8 @@ Runs in: a process of its own per engine, which `benchmarks.weight_sync` starts;
 is its child. The same responses are generated without publications and with one every `period_s`,
 in turn; what the second takes longer, divided by its publications, is the time lost. That is more
 than the pause: with `kv_cache: recompute` running responses compute their caches again after it.
+`adapter` publishes adapters of the rank that a run has by default (`weight_sync.lora: adapter`);
+they pause nobody.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
+from async_grpo.learner import adapters
+from async_grpo.learner.weights import PublishedFactors
 from async_grpo.rollout.engine.base import Sampling
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
+from async_grpo.weights.names import file_shapes
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Version
 from benchmarks.weight_sync.learner import KEY
@@ -26,6 +34,12 @@ from benchmarks.weight_sync.models import PlainWeights, Size
 
 TIMEOUT_S, PROMPT = 900.0, list(range(3, 11))
 GROUP_SIZE, RATE_RESPONSES = 4, 2  # times the responses that run at once
+WAYS: dict[str, dict[str, Any]] = {
+    "recompute": {"weight_sync": {"kv_cache": "recompute"}},
+    "keep": {"weight_sync": {"kv_cache": "keep"}},
+    "adapter": {"weight_sync": {"lora": "adapter"}},
+}
+"""Settings of a run by what happens to running responses."""
 EVERY_S = 10.0
 """The aim is about one publication per so many seconds."""
 
@@ -73,14 +87,15 @@ class EngineResult:
 
 
 async def engine_side(
-    size: Size, model: str, kv_cache: str, pairs: int, window_s: float, fallback: Path
+    size: Size, model: str, way: str, pairs: int, window_s: float, fallback: Path
 ) -> EngineResult:
-    """Start an engine and measure it, in a process of its own."""
+    """Start an engine and measure it, in a process of its own. way: of WAYS."""
+    lora = {"lora": {}} if way == "adapter" else {}
     config = Config.model_validate(
         {
-            "model": {"path": model, "dtype": size.dtype},
+            "model": {"path": model, "dtype": size.dtype} | lora,
             "run": {"total_steps": 1},
-            "weight_sync": {"kv_cache": kv_cache},
+            **WAYS[way],
             "rollout": {"prompt_length": len(PROMPT), "response_length": 2 * size.response},
             "cluster": {"engine": {"max_num_seqs": size.sequences, "kv_cache_gb": 1.0}},
         }
@@ -94,7 +109,8 @@ async def engine_side(
         label="v0.0",
         seed=1,
     )
-    sender = SharedMemorySender(PlainWeights(model), key=f"{KEY}{kv_cache}", fallback=fallback)
+    weights = factors_of(config, model) if lora else PlainWeights(model)
+    sender = SharedMemorySender(weights, key=f"{KEY}{way}", fallback=fallback)
     try:
         [payload] = sender.connect("", [1])
         receipt = await engine.connect(payload)
@@ -104,6 +120,13 @@ async def engine_side(
     finally:
         sender.close()
         engine.close()
+
+
+def factors_of(config: Config, model: str) -> PublishedFactors:
+    """Adapters as a learner of one rank publishes them, without a backend."""
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    adapters.restrict(plain, config.model, seed=1, base=model)
+    return PublishedFactors(plain, files=file_shapes(model))
 
 
 class Measuring:

@@ -1,6 +1,6 @@
 """What changes from one version of the weights to the next, and what sending only that costs:
-`python -m benchmarks.weight_sync.versions [--model DIRECTORY] [--dtype bfloat16] [--lr 1e-6]
-[--versions 20] [--save DIRECTORY] [--out FILE]`.
+`python -m benchmarks.weight_sync.versions [--model DIRECTORY] [--groups 4] [--dtype bfloat16]
+[--lr 1e-6] [--versions 20] [--save DIRECTORY] [--out FILE]`.
 
     learner    DeepSpeed with the optimizer of a run (in bfloat16 with float32 master weights) makes
                a step for every version and copies the published weights into a flat buffer
@@ -59,10 +59,6 @@ HEADER = [
     "| CPU s | apply s | CPU s | peak MB, encode / apply |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 ]
-
-
-SMALL = ["rollout.rollout_batch_size=4", "rollout.group_size=4"]
-"""A step of the pretrained model, on two cores in some seconds."""
 
 
 class Spent(NamedTuple):
@@ -241,7 +237,9 @@ def config_of(arguments: Namespace) -> Config:
     if arguments.model is None:
         return load_config(str(ROOT / "configs" / "quickstart.yaml"), settings)
     subprocess.run([sys.executable, f"{REAL_MODEL}/make_rows.py"], cwd=ROOT, check=True)
-    settings += [f"model.path={arguments.model}", *SMALL]
+    size = arguments.groups
+    settings += [f"rollout.rollout_batch_size={size}", f"rollout.group_size={size}"]
+    settings += [f"model.path={arguments.model}"]
     return load_config(str(ROOT / REAL_MODEL / "smollm2_sums.yaml"), settings)
 
 
@@ -271,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--groups", type=int, default=4, help="of a step, and responses of each")
     parser.add_argument("--save", type=Path, help="where a file of every version goes")
     arguments = parser.parse_args(argv)
     if arguments.save is not None:

@@ -122,12 +122,16 @@ def advantages(config: Config, batch: Batch) -> np.ndarray:
     return np.concatenate([row.advantages for row in rows.values() if row.advantages is not None])
 
 
+@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS.built_in - {"turn_grpo"}))
-def test_a_normalisation_is_refused_exactly_where_no_advantage_shows_it(estimator: str) -> None:
+def test_a_normalisation_is_refused_exactly_where_no_advantage_shows_it(
+    estimator: str, part: int
+) -> None:
+    """part: in each surrounding one in so many normalisations is tried, in the next one others."""
     batch, counts = batch_of(baseline=ESTIMATORS[estimator].baseline), [0, 0]
-    for settings in surroundings(estimator):
+    for number, settings in enumerate(surroundings(estimator)):
         plain = advantages(config_of(**settings), batch)
-        for norm in NORMS:
+        for norm in NORMS[number % part :: part]:
             found = advantages(config_of(**settings, **norm), batch)
             shows = bool(np.abs(found - plain).max() > 1e-5)
             said = " ".join(refusals(settings | norm))
@@ -136,4 +140,4 @@ def test_a_normalisation_is_refused_exactly_where_no_advantage_shows_it(estimato
                 wanted = "divides by the group's mean reward"
             assert wanted in said and bool(wanted) == bool(said), (settings, norm, said)
             counts[shows] += 1
-    assert min(counts) > 20
+    assert min(counts) > (20 if part == 1 else 0)

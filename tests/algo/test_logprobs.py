@@ -267,3 +267,89 @@ def test_chunks_of_a_plain_product_share_one_gradient_of_the_weights(trained: st
         logprobs.sum().backward()
     products = [name for name in made if "mm" in name]
     assert products == (["aten.addmm_.default"] * 4 if trained == "head" else [])
+
+
+SETS = [[2, 5, 9], [0, 12], [4], [*range(13)], [7, 8, 11, 12], [1, 3]]
+"""One of a token alone, and one of all 13."""
+SET_TARGETS = [5, 0, 4, 6, 12, 3]
+
+
+def padded_sets(width: int = 13) -> Tensor:
+    rows = [one + [-1] * (width - len(one)) for one in SETS]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize("way", ["any", "linear", "linear with bias"])
+def test_logprobs_over_sets_are_those_of_a_dense_mask(
+    temperature: float, with_entropy: bool, size: int, way: str
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(6, 4, generator=random, dtype=F64, requires_grad=True)]
+    inputs += [torch.randn(13, 4, generator=random, dtype=F64, requires_grad=True)]
+    if way == "linear with bias":
+        inputs += [torch.randn(13, generator=random, dtype=F64, requires_grad=True)]
+    hidden, head, *bias = inputs
+    targets, kept = torch.tensor(SET_TARGETS), padded_sets()
+    up, of_entropy = torch.randn(2, 6, generator=random, dtype=F64)
+    logprobs, entropy = token_logprobs(
+        hidden,
+        targets,
+        lambda x: F.linear(x, head, *bias),
+        vocab_size=13,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        linear=None if way == "any" else (head, *bias, None)[:2],
+        kept=kept,
+        chunk_bytes=size * 13 * 4,
+    )
+    outside = torch.ones(6, 13, dtype=torch.bool)
+    for row, one in zip(outside, SETS, strict=True):
+        row[one] = False
+    masked = F.linear(hidden, head, *bias).masked_fill(outside, -math.inf)
+    naive = torch.log_softmax(masked / temperature, -1)
+    picked = naive.gather(-1, targets[:, None])[:, 0]
+    close(logprobs, picked, rtol=0, atol=1e-12)
+    assert logprobs[2].item() == 0.0, "there was nothing else to sample"
+    value, expected = (logprobs * up).sum(), (picked * up).sum()
+    if with_entropy:
+        finite = naive.masked_fill(outside, 0)
+        naive_entropy = -(finite.exp().masked_fill(outside, 0) * finite).sum(-1)
+        close(entropy, naive_entropy, rtol=0, atol=1e-12)
+        value = value + (entropy * of_entropy).sum()
+        expected = expected + (naive_entropy * of_entropy).sum()
+    for got, want in zip(
+        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 100])
+@pytest.mark.parametrize("linear", [False, True])
+def test_gradients_over_sets_are_the_differences_of_the_value_and_nothing_outside(
+    size: int, linear: bool
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    hidden, head = (torch.randn(n, 3, generator=random, dtype=F64) for n in (6, 13))
+
+    def outputs(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            hidden,
+            torch.tensor(SET_TARGETS),
+            lambda x: x @ head.t(),
+            vocab_size=13,
+            temperature=0.7,
+            with_entropy=True,
+            linear=(head, None) if linear else None,
+            kept=padded_sets(),
+            chunk_bytes=size * 13 * 4,
+        )
+
+    inputs = hidden.requires_grad_(), head.requires_grad_()
+    assert torch.autograd.gradcheck(outputs, inputs)
+    first, _ = outputs(*inputs)
+    of_head = gradient(first[0] + first[1], head)
+    touched = {*SETS[0], *SETS[1]}
+    assert {row for row in range(13) if of_head[row].abs().sum() > 0} == touched

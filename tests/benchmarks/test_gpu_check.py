@@ -374,7 +374,7 @@ def test_a_command_ends_at_its_deadline_with_its_children(tmp_path: Path) -> Non
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
-    running = Running([sys.executable, "-c", code], tmp_path / "log", limit_s=3.0)
+    running = Running([sys.executable, "-c", code], tmp_path / "log", limit_s=2.0)
     done = running.wait()
     assert done.code == 124 and done.seconds < 20
     child = int(done.output.split()[0])

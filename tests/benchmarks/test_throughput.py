@@ -26,6 +26,7 @@ CONFIG = "benchmarks/tails.yaml"
 # ---- they run ----
 
 
+@pytest.mark.slow  # packed rows against rows alone: tests/learner/test_learner.py
 def test_the_learner_benchmark_runs_and_a_packed_row_is_the_row_alone(tmp_path: Path) -> None:
     learner.main(["--smoke", "--out", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())["smoke"]

@@ -18,7 +18,7 @@ from tests.chaos.harness import Entry, Run
 from tests.chaos.watched import ACCESS
 from tests.support.models import write_model
 
-EVERY, R, KILLS = 2, 3, 2
+EVERY, R, KILLS = 2, 3, 1
 STEPS_PER_START = 2 * EVERY
 """A start completes one checkpoint and dies in the next one."""
 START_S, RUN_S = 500.0, 300.0
@@ -95,19 +95,11 @@ def accesses(run: Run, step: int) -> list[tuple[str, int, Entry]]:
     return found
 
 
-def late_points(run: Run) -> list[tuple[str, int]]:
-    """While the learner's files are copied, and when everything is there but the name."""
+def last_point(run: Run) -> list[tuple[str, int]]:
+    """When everything is there but the name."""
     seen = accesses(run, STEPS_PER_START)
-    copied = [
-        index
-        for index, (role, _, entry) in enumerate(seen)
-        if role == "rank" and entry.values[2].startswith(str(run.dir))
-    ]
-    [renamed] = [
-        index for index, (_, _, entry) in enumerate(seen) if entry.values[1] == "os.rename"
-    ]
-    assert len(copied) > 4, seen
-    return [seen[index][:2] for index in (copied[len(copied) // 2], renamed)]
+    [renamed] = [one for one in seen if one[2].values[1] == "os.rename"]
+    return [renamed[:2]]
 
 
 def spread_points(run: Run, count: int) -> list[tuple[str, int]]:
@@ -141,9 +133,9 @@ def tell(home: Path, kills: int) -> dict[str, Any]:
         whole.wait(
             lambda: any(entry.values[0] > STEPS_PER_START for entry in whole.side.having("access")),
             START_S,
-            "two checkpoints and a third one",
+            "the checkpoints of a start, and a further one",
         )
-        points = late_points(whole) if kills == KILLS else spread_points(whole, kills)
+        points = last_point(whole) if kills == KILLS else spread_points(whole, kills)
         starts = interrupted(cut, points)  # beside the rest of the other one
         cut.side.poll()
         left = cut.leftovers()

@@ -13,8 +13,10 @@ monotonic clock, what, values...] and is written before the call returns.
         has trained them
     gate / open      a rank waits before it trains, and goes on   state, what, step, digest,
         random   what a checkpoint must hold, bit for bit
-    staged, label, digest                                      weights that are published, or come
+    staged, label, digest, bits                                weights that are published, or come
         out of a step that is repeated
+    received, label, bits, host                                an engine serves them; bits: of the
+        segment that it has read on its host
     access, step, event, path                                  a file of the checkpoint of this step
         is touched (where CHAOS_ACCESS is set)
 """
@@ -26,6 +28,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +40,8 @@ import numpy as np
 from async_grpo.cluster import learner_group, remote_engine
 from async_grpo.config.schema import Config
 from async_grpo.runtime import storage
+from async_grpo.weights.shared_memory import written
+from async_grpo.weights.transport import Announcement, Receipt, TornTransfer
 from async_grpo.wire.codec import Buffer, peek_ticket
 
 DRIVER, ACCESS = "CHAOS_DRIVER", "CHAOS_ACCESS"
@@ -94,6 +99,13 @@ class WatchedRollout(remote_engine.RolloutProcess):
         self._record.write("actor", self.actor_id)
         self._queue = WatchedQueue(self._queue, self._record)
 
+    async def receive(self, announcement: Announcement) -> Receipt:
+        receipt = await super().receive(announcement)
+        if not receipt.failure:
+            found = announcement.label, bits_of(announcement), socket.gethostname()
+            self._record.write("received", *found)
+        return receipt
+
     async def _generate(self, *arguments: Any, **named: Any) -> Any:
         self._record.write("begin")
         try:
@@ -139,7 +151,8 @@ class WatchedLearner(learner_group.LearnerProcess):
 
     def stage(self, label: str, **arguments: Any) -> Any:
         staged = super().stage(label, **arguments)
-        self._record.write("staged", label, staged.announcement.digest)
+        news = staged.announcement
+        self._record.write("staged", label, news.digest, bits_of(news))
         return staged
 
     def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Any:
@@ -219,6 +232,20 @@ def pretend_full(sign: Path) -> None:
         return move(source, target)
 
     storage.move = full
+
+
+def bits_of(announcement: Announcement) -> str:
+    """A digest of the segment on this host that an announcement names; "" where it names none, or
+    one that is another's by now.
+    """
+    payload = announcement.payload
+    if "path" not in payload:
+        return ""
+    try:
+        with written((payload["path"], payload["sequence"]), announcement.nbytes) as data:
+            return hashlib.sha256(data).hexdigest()[:16]
+    except (TornTransfer, FileNotFoundError):
+        return ""
 
 
 def state_digests(learner: Any) -> tuple[str, str]:

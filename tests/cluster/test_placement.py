@@ -22,12 +22,14 @@ from async_grpo.cluster.placement import (
     lent_cores,
     place,
     place_given,
+    refuse,
     shared_threads,
     without_engines,
 )
 from async_grpo.config.frozen import FrozenModel
 from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
 
 
 def config(*, ranks: int = 1, size: int = 1, backend: str = "auto", **cluster: Any) -> Config:
@@ -463,3 +465,21 @@ def test_a_group_of_bundles_has_one_for_each_frozen_model() -> None:
     assert [[slot.node_id for slot in part] for part in found] == [["n1"], ["n2"], ["n3"]]
     with pytest.raises(PlacementError, match="it needs"):
         place_given(settings, given[:3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "backend", "said"),
+    [
+        ({"weight_sync": {"files": "/copies"}}, "cuda", "nccl", "with nccl engines read no files"),
+        ({"weight_sync": {"delta": "always"}}, "cuda", "ipc", "with ipc engines read the learner"),
+        ({"learner": {"routing_replay": "r3"}}, "cpu", "shared_memory", "on CPU vLLM does not say"),
+    ],
+)
+def test_what_has_no_effect_where_auto_leads_is_refused(
+    changes: dict[str, Any], device: str, backend: str, said: str
+) -> None:
+    values = {"run": {"total_steps": 1}, "model": {"path": "m"}} | changes
+    with pytest.raises(SetupError, match=said):
+        refuse(Config.model_validate(values), device=device, backend=backend)
+    other = "cuda" if device == "cpu" else device
+    refuse(Config.model_validate(values), device=other, backend="shared_memory")

@@ -373,10 +373,9 @@ def test_the_first_of_several_problems_is_told_and_the_others_are_counted(base: 
         "`run.nam` is not a setting" in message
         and "(2 more problems in this configuration.)" in message
     )
-    message = refused(base, "rollout.top_k=3", "rollout.group_size=1")
-    assert (
-        "`rollout.top_k` is 3" in message and "(1 more problem in this configuration.)" in message
-    )
+    message = refused(base, "replay.outstanding=3", "rollout.group_size=1")
+    assert "`replay.outstanding` is 3" in message
+    assert "(1 more problem in this configuration.)" in message
 
 
 # ---- every key, mutated
@@ -441,10 +440,14 @@ weight_sync.every_steps=3
     every_steps` is 3 | 2 x 32 = 64 | 3 x 32 = 96 | frees slots
 weight_sync.every_steps=2 replay.max_staleness=0
     `weight_sync.every_steps` is 2 | + 1 = 1
-rollout.top_p=0.9
-    `rollout.top_p` is 0.9 | renormalise
-rollout.top_k=20
-    `rollout.top_k` is 20 | renormalise
+rollout.top_k=513
+    `rollout.top_k` is 513 | <= 512
+rollout.top_p=0.9 "frozen={m: {path: a/b}}" algorithm.distill.teacher=m
+    `rollout.top_p` is 0.9 and `rollout.top_k` is 0 | with `algorithm.distill.teacher` they are 1
+rollout.top_k=20 "cluster.engine.vllm={speculative_config: {}}"
+    `rollout.top_k` is 20 | with `cluster.engine.vllm.speculative_config` engines do not say
+rollout.top_k=20 "cluster.engine.vllm={max_logprobs: 99}"
+    decides about `cluster.engine.vllm.max_logprobs`: remove it
 rollout.group_size=1
     `rollout.group_size` is 1 | at least 2
 rollout.response_length=8 algorithm.overlong_buffer.enable=true
@@ -647,6 +650,26 @@ algorithm.distill.coef=0.5
         ["`learner.routing_replay` is r2 and `learner.compile` is true: leave one of them out"],
     ),
     (
+        ["learner.ranks=3", "learner.sequence_parallel=2"],
+        ["`learner.ranks` is 3, which is no multiple of `learner.sequence_parallel` 2: so many"],
+    ),
+    (
+        ["learner.ranks=8", "learner.sequence_parallel=8"],
+        ["`learner.sequence_parallel` is 8, more than `model.warm_start.heads` 4"],
+    ),
+    (
+        ["learner.ranks=4", "learner.sequence_parallel=4", "learner.tokens_per_micro_batch=255"],
+        ["is 255, but one", "= 1024 tokens: make it shorter, or give at least 256"],
+    ),
+    (
+        ["learner.deepspeed={sequence_parallel_size: 2}"],
+        ["`learner.deepspeed.sequence_parallel_size` must not", "; use learner.sequence_parallel."],
+    ),
+    (
+        ["learner.routing_replay=r3", "cluster.device=cpu"],
+        ["`learner.routing_replay` is r3, and on CPU vLLM does not say", "use r2"],
+    ),
+    (
         ["learner.routing_replay=r2", "algorithm.anchor=behavior"],
         ["`algorithm.anchor: behavior` no earlier pass has experts to take: use recomputed"],
     ),
@@ -697,6 +720,7 @@ algorithm.sft_loss_coef=0.1
 'frozen={big: {path: a/b}}' algorithm.sft_loss_coef=0.1 algorithm.sft_model=big
 model.warm_start=null model.path=a/b
 learner.tokens_per_micro_batch=1024
+learner.ranks=4 learner.sequence_parallel=2 learner.tokens_per_micro_batch=512
 cluster.device=cpu model.dtype=bfloat16 weight_sync.backend=shared_memory
 weight_sync.delta=always
 weight_sync.delta=always weight_sync.overlap=false cluster.device=cpu
@@ -1029,3 +1053,17 @@ def test_a_copy_is_checked_like_a_file(copy: str, update: Any, says: str) -> Non
     assert (other.seed, other.learner.lr) == (3, 0.5)
     assert other.model_fields_set == config.model_fields_set | {"seed", "learner"}
     assert config.model_copy() == config.copy() == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ([], 0),
+        (["rollout.top_p=0.9"], 512),
+        (["rollout.top_k=20"], 20),
+        (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.temperature=0.7"], 20),
+    ],
+)
+def test_sampling_may_be_cut_while_training(base: Path, settings: list[str], most: int) -> None:
+    """By top-p alone, from the 512 most probable tokens."""
+    assert load_config(base, settings).rollout.most_kept == most

@@ -205,6 +205,19 @@ def test_a_recorded_run_goes_on_with_the_settings_that_it_had(run: str) -> None:
     assert (journal.identity, journal.training) == (recorded["identity"], recorded["training"])
 
 
+def test_groups_that_were_sampled_from_other_tokens_are_not_taken_over() -> None:
+    """And those of runs before sampling could be cut are."""
+
+    def identity(**rollout: float) -> str:
+        values = {"run": {"total_steps": 1}, "model": {"path": "m/m"}, "rollout": rollout}
+        config = Config.model_validate(values)
+        return JournalSettings.of(config, start="x", fingerprint="data").identity
+
+    cuts = [{}, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}]
+    assert len({identity(**one) for one in cuts}) == len(cuts)
+    assert identity(top_p=1.0, top_k=0) == identity()
+
+
 def test_what_a_teacher_changes_of_the_groups_that_can_be_taken_over() -> None:
     def identity(
         teacher: str | list[str],

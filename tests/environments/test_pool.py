@@ -167,9 +167,9 @@ async def test_an_endless_loop_is_a_hang_too() -> None:
 
 
 async def test_a_deadline_does_not_count_the_wait_for_a_turn() -> None:
-    async with pool_of(step_timeout_s=3 * STEP_S) as pool:
+    async with pool_of(step_timeout_s=1.5 * STEP_S) as pool:
         episodes = [(await pool.open(None, 0))[0] for _ in range(4)]
-        calls = [one.step(told(f"sleep {STEP_S}")) for one in episodes]
+        calls = [one.step(told(f"sleep {STEP_S / 2}")) for one in episodes]
         assert {one.content for one in await asyncio.gather(*calls)} == {"woke"}
 
 
@@ -261,7 +261,7 @@ async def test_a_reset_that_fails_leaves_no_episode(
 ) -> None:
     log = tmp_path / "log"
 
-    async with pool_of(options={"log": str(log)}) as pool:
+    async with pool_of(options={"log": str(log)}, reset_timeout_s=STEP_S) as pool:
         with pytest.raises(EnvironmentFailed) as caught:
             await pool.open(reference, 0)
         assert caught.value.reason == reason and pool.open_episodes == 0

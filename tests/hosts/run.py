@@ -35,7 +35,9 @@ CACHES = ("torchinductor_", "__KMP_REGISTERED_LIB")
 """Of torch, for the user; and of its threads, which a killed process leaves."""
 
 
-def settings(home: Path, run_dir: Path, **cluster: Any) -> dict[str, Any]:
+def settings(
+    home: Path, run_dir: Path, *, weight_sync: dict[str, Any] | None = None, **cluster: Any
+) -> dict[str, Any]:
     """Small steps, deadlines of seconds, a checkpoint now and then, and a task with which a random
     model is right half of the time, so that there is something to learn for long.
     """
@@ -56,6 +58,7 @@ def settings(home: Path, run_dir: Path, **cluster: Any) -> dict[str, Any]:
         "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep": 1000},
         "evaluation": {"before": False, "max_samples": 2},
         "tracking": {"mlflow": False, "report": False},
+        "weight_sync": weight_sync or {},
         "watchdog": {"probe_timeout_s": PROBE_S},
         "cluster": {
             "rollout_actors": {"min": 1, "max": 2},
@@ -88,12 +91,13 @@ class Event:
 class HostsRun:
     """One run directory on the storage that all hosts share, and the driver on one of them."""
 
-    def __init__(self, home: Path, hosts: Hosts, driver: Host, **cluster: Any) -> None:
+    def __init__(self, home: Path, hosts: Hosts, driver: Host, **options: Any) -> None:
+        """options: of `settings`."""
         self.hosts, self.host, self.dir = hosts, driver, home / "run"
         self.side = Side(watched.side_folder(self.dir))
         self.side.folder.mkdir(parents=True)
         self.log, self.config = home / "log.txt", home / "run.yaml"
-        self.config.write_text(yaml.safe_dump(settings(home, self.dir, **cluster)))
+        self.config.write_text(yaml.safe_dump(settings(home, self.dir, **options)))
         self.lines: list[tuple[float, str]] = []
         self.events: list[Event] = []
         self.process: subprocess.Popen[str] | None = None
@@ -266,3 +270,16 @@ class HostsRun:
 def table(events: list[Event]) -> str:
     """Rows of the table in the documentation."""
     return "\n".join(f"| {event.what} | {event.gap:.1f} s | {event.note} |" for event in events)
+
+
+def lose_power(hosts: Hosts, host: Host) -> None:
+    """No process of it says goodbye."""
+    hosts.change(host.name, cut=True)
+    host.kill()
+
+
+def power_on(hosts: Hosts, host: Host, head: Host, *, shares: bool = True) -> None:
+    """Boot it, with Ray's daemons in the cluster of `head`."""
+    hosts.change(host.name)
+    host.boot(shares=shares)
+    host.start_ray(head, cpus=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import account
-from tests.hosts.run import END_S, PROBE_S, HostsRun, R, table
+from tests.hosts.run import END_S, PROBE_S, HostsRun, R, lose_power, power_on, table
 from tests.support import hosts as support
 from tests.support.hosts import Host, Hosts
 
@@ -40,18 +40,6 @@ def two(tmp_path: Path) -> Iterator[tuple[Hosts, Host, Host]]:
         a.start_ray(cpus=3)
         b.start_ray(a, cpus=1)
         yield hosts, a, b
-
-
-def lose_power(hosts: Hosts, host: Host) -> None:
-    """No process of it says goodbye."""
-    hosts.change(host.name, cut=True)
-    host.kill()
-
-
-def power_on(hosts: Hosts, host: Host, head: Host, *, shares: bool = True) -> None:
-    hosts.change(host.name)
-    host.boot(shares=shares)
-    host.start_ray(head, cpus=1)
 
 
 def continues(run: HostsRun) -> None:

@@ -295,6 +295,9 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         for _ in range(span.start, span.end)
     ]
     assert means["train/staleness_mean"] == pytest.approx(np.mean(lags))
+    shares = [means[f"weights/{one}_error_share"] for one in ("sampler", "kv_cache", "version")]
+    assert sum(shares) == pytest.approx(1)
+    assert shares[-1] == pytest.approx(np.mean(np.array(lags) > 0)) and 0 < shares[-1] < 1
     assert means["train/lr"] == 3e-3
     assert 0 < means["train/padding"] < 0.5
     assert {
@@ -422,9 +425,9 @@ def sweep_stage(
     rank: int, stage: int, ports: list[int], path: Path, models: dict[str, str]
 ) -> None:
     name = "plain" if stage % 2 else "tied"
-    case = make_case(models[name], n_updates=4)
+    case = make_case(models[name], n_updates=2)
     history, weights = expected(models, name, case)
-    config, splits = config_of(models, stage, ranks=2), [RANK_SPLITS[rank]] * 4
+    config, splits = config_of(models, stage, ranks=2), [RANK_SPLITS[rank]] * 2
     place = {"name": name, "rank": rank, "world": 2}
     with open_learner(config, models, case, port=ports[0], **place) as learner:
         check_weights_out(learner, path, rank)

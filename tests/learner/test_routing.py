@@ -1,5 +1,5 @@
-"""Routing replay: later passes take the experts that the first one took, in every family with
-experts, and nothing else of a pass changes.
+"""Routing replay: later passes take the experts that the first one took, or all passes those that
+the engine took, in every family with experts, and nothing else of a pass changes.
 
 A router near ties is `Ties`: which experts it picks depends on the call, their scores do not.
 """
@@ -7,8 +7,10 @@ A router near ties is `Ties`: which experts it picks depends on the call, their 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from async_grpo.config.schema import Config
 from async_grpo.learner.adapters import UntrainableError
-from async_grpo.learner.attention import ATTENTION
 from async_grpo.learner.backend.base import WholeModel
-from async_grpo.learner.copies import build
 from async_grpo.learner.experts import blocks
 from async_grpo.learner.forward_choice import ALONE
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import (
-    CHECKPOINTING,
-    ForwardPass,
-    PolicyModel,
-    model_class,
-    without_auxiliary_losses,
-    without_dropout,
-)
+from async_grpo.learner.model import CHECKPOINTING, PolicyModel
 from async_grpo.learner.packing import Packed, pack
 from async_grpo.learner.routing import RoutingReplay
 from async_grpo.learner.rows import LearnerRow
-from tests.support.families import FAMILIES, config_of, write_family
+from tests.support.families import FAMILIES, policy_of, write_family
 from tests.support.learners import (
     SHARD_ALL,
     Case,
@@ -96,17 +89,6 @@ class Ties(TorchFunctionMode):
                 return forward(*arguments, **options)
 
         return inside
-
-
-def policy_of(name: str, **changes: Any) -> PolicyModel:
-    """A family's model, the same one at every call."""
-    family, config = FAMILIES[name], config_of(name, **changes)
-    attention = ATTENTION if family.rows == "packed" else "sdpa"
-    hf = build(config, model_class(config), attn_implementation=attention)
-    without_dropout(hf)
-    without_auxiliary_losses(hf)
-    forward_pass = ForwardPass(family.rows, attention, family.head)
-    return PolicyModel(hf, float32_head=False, forward_pass=forward_pass).train()
 
 
 def some_rows() -> list[LearnerRow]:
@@ -345,7 +327,7 @@ def by_hand(block: Any, routes: np.ndarray, hidden: Tensor) -> Tensor:
 
 
 def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(UntrainableError, match=r"is r2, but llama has no router .* leave it out"):
+    with pytest.raises(UntrainableError, match=r"is set; llama has no router .* leave it out"):
         RoutingReplay(WholeModel(policy_of("llama")))
     policy = policy_of("qwen3_moe")
     gate = next(iter(blocks(policy.hf))).module.gate
@@ -356,8 +338,63 @@ def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
         return logits, logits.softmax(-1).gather(-1, taken), taken
 
     vars(gate)["forward"] = sorts
-    with pytest.raises(UntrainableError, match="is r2, but qwen3_moe has no router whose experts"):
+    with pytest.raises(UntrainableError, match="is set; qwen3_moe has no router whose experts"):
         watched(policy)
+
+
+def sent_by_engine(replay: RoutingReplay, routes: np.ndarray, policy: PolicyModel) -> np.ndarray:
+    """Routes as an engine says them: of every layer the experts, which are picked last."""
+    layers, columns = policy.hf.config.get_text_config().num_hidden_layers, replay._columns
+    count = policy.hf.config.get_text_config().num_experts_per_tok
+    plane = np.full((len(routes), layers, count), 7, np.uint8)  # dense layers: anything
+    for number, block in enumerate(blocks(policy.hf)):
+        picks = sorted(pick for pick in columns if pick[0] == number)
+        taken = np.concatenate([routes[:, columns[pick]] for pick in picks], -1)[:, -count:]
+        plane[:, int(re.findall(r"\.(\d+)\.", block.name)[-1])] = taken
+    return plane.reshape(len(routes), -1)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_family_takes_the_experts_of_the_engine(name: str) -> None:
+    """Which does not say between which groups of experts it chose."""
+    policy, rows = policy_of(name), some_rows()
+    replay = watched(policy)
+    with torch.no_grad(), Ties():
+        first = recorded(replay, rows)
+        for row in rows:
+            row.routes = replay.of_engine(sent_by_engine(replay, known(row), policy))
+        assert farthest(replayed(replay, rows, OTHERWISE), first) < 2e-5
+
+
+def test_tokens_without_experts_of_the_engine_are_routed_by_the_model() -> None:
+    policy, rows = policy_of("mixtral"), some_rows()
+    replay = watched(policy)
+    live = logprobs_of(rows, TOGETHER, lambda packed, _: policy(packed, 1.0, False)[0])
+    for row in rows:
+        length = len(row.prompt) + len(row.response) - 1
+        row.routes = replay.of_engine(np.full((length, 4), 65_535, np.uint16))
+        assert row.routes.dtype == np.uint8
+    with torch.no_grad():
+        assert farthest(replayed(replay, rows, OTHERWISE), live) < 2e-5
+        recorded(replay, rows)
+    assert max(int(known(row).max()) for row in rows) < 4, "the first pass tells the others"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [np.zeros((3, 2), np.uint8), np.full((3, 4), 4, np.uint8), np.full((3, 4), 300, np.uint16)],
+)
+def test_experts_that_the_model_has_not_are_refused(sent: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="which are no routes of this model"):
+        watched(policy_of("mixtral")).of_engine(sent)
+
+
+def test_an_expert_255_is_no_missing_one() -> None:
+    replay = watched(policy_of("qwen3_moe", num_experts=256, moe_intermediate_size=8))
+    sent = np.array([[255, 0, 1, 2], [65_535, 65_535, 3, 4]], np.uint16)
+    assert replay.of_engine(sent).tolist() == [[255, 0, 1, 2], [-1, -1, 3, 4]]
+    narrow = np.array([[255, 255, 1, 2]], np.uint8)
+    assert replay.of_engine(narrow).tolist() == [[-1, -1, 1, 2]]
 
 
 def test_the_model_is_left_alone_without_routes() -> None:
@@ -465,6 +502,62 @@ def test_epochs_after_an_update_ask_the_experts_of_the_first_one(
     if replay == "r2":
         changed, count = found["sums"]["train/routes_changed"]
         assert changed / count > 0.01, "the live picks are others"
+
+
+def routed_by_hand(case: Case) -> dict[tuple[int, int], np.ndarray]:
+    """Give every token of the groups two of four experts in two layers; of each row those of its
+    prompt and of its response, whose last token has none.
+    """
+    random, told = np.random.default_rng(3), {}
+    for number, group in case.groups.items():
+        lengths = [len(group.prompts[0]), *(len(row.response_ids) for row in group.rows)]
+        count = sum(lengths)
+        picks = [random.permutation(4)[:2] for _ in range(2 * count)]
+        plane = np.array(picks, np.uint8).reshape(count, 4)
+        ends = np.cumsum(lengths)
+        plane[ends[1:] - 1] = 255
+        group.planes["routes"] = plane
+        for row, (start, end) in enumerate(pairwise(ends)):
+            told[number, row] = np.concatenate([plane[: ends[0]], plane[start : end - 1]])
+    return told
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_learner_asks_the_experts_of_the_engine(models: dict[str, str], epochs: int) -> None:
+    """In every update, of every token, the prompt's once."""
+    case = make_case(models["qwen3_moe"])
+    told = routed_by_hand(case)
+    case.updates *= epochs
+    algorithm = {"anchor": "behavior", "importance": {"level": "none"}}
+    settings = config("r3", algorithm, ppo_epochs=epochs, lr=0.05)
+    with (
+        open_learner(settings, models, case, name="qwen3_moe") as learner,
+        experts_of(learner) as asked,
+    ):
+        learner.prepare(case.plan([split(range(len(case.updates[0])), 1)] * epochs))
+        recording = len(asked)
+        learner.train(case.values, 0.0)
+    assert bool(recording) == (epochs > 1), "tokens that lack experts would be routed anew"
+    expected: list[list[tuple[int, ...]]] = [[], []]
+    for number, group in case.groups.items():
+        rows = [one.row for one in case.updates[0] if one.group_id == number and one.weight]
+        prompt = len(group.prompts[0])
+        parts = [told[number, rows[0]][:prompt], *(told[number, row][prompt:] for row in rows)]
+        for layer in range(2):
+            columns = slice(2 * layer, 2 * layer + 2)
+            expected[layer] += [tuple(one) for part in parts for one in part[:, columns].tolist()]
+    for update in range(epochs):
+        for layer in range(2):
+            found = asked[recording + 2 * update + layer]
+            assert sorted(map(tuple, found.tolist())) == sorted(expected[layer])
+
+
+def test_a_group_without_experts_of_its_engine_is_not_trained(models: dict[str, str]) -> None:
+    case = make_case(models["qwen3_moe"])
+    opened = open_learner(config("r3", ppo_epochs=1), models, case, name="qwen3_moe")
+    refused = pytest.raises(ValueError, match=r"group 10 has no experts of its engine")
+    with opened as learner, refused:
+        learner.prepare(case.plan([split(range(len(case.updates[0])), 1)]))
 
 
 MOVES = {"lr": 0.02, "deepspeed": SHARD_ALL}

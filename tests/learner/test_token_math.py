@@ -414,7 +414,7 @@ def test_turns_come_with_the_rows_of_episodes() -> None:
     assert rows[7, 0].turns is None
 
 
-def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None:
+def test_the_sampler_is_compared_by_what_sets_it_apart() -> None:
     rows = make_rows()
     planned = [PlanRow(*key, 2, len(row.lag), 1.0, len(row.lag)) for key, row in rows.items()]
     rows[10, 2].lag[:] = 0
@@ -424,19 +424,42 @@ def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None
     logprobs = batch.behavior + torch.linspace(-0.1, 0.2, len(batch.behavior))
     metrics = MetricSums()
     compare_sampler(metrics, batch, logprobs)
-    differences: dict[str, list[float]] = {
-        "weights/sampler_error": [],
-        "weights/kv_cache_error": [],
-    }
+    causes = ("sampler", "kv_cache", "version")
+    differences: dict[str, list[float]] = {cause: [] for cause in causes}
     position = 0
     for row in planned:
         one = rows[row.key]
         for lag in one.lag:
-            if lag == 0:
-                name = "weights/sampler_error" if max(one.lag) == 0 else "weights/kv_cache_error"
-                differences[name].append(abs(float(logprobs[position] - batch.behavior[position])))
+            fresh = "sampler" if max(one.lag) == 0 else "kv_cache"
+            error = abs(float(logprobs[position] - batch.behavior[position]))
+            differences["version" if lag else fresh].append(error)
             position += 1
     assert all(differences.values())
-    assert metrics.means() == pytest.approx(
-        {name: np.mean(values) for name, values in differences.items()}, rel=1e-5
-    )
+    wanted: dict[str, float] = {}
+    for cause, values in differences.items():
+        name = f"weights/{cause}_error"
+        wanted |= {name: np.mean(values), f"{name}_max": max(values)}
+        wanted[f"{name}_share"] = len(values) / position
+    assert metrics.means() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_tokens_outside_the_comparison_count_for_no_cause() -> None:
+    """Of a demonstration, which nobody has sampled; a cause that does not occur has a share of 0
+    and no difference.
+    """
+    rows = make_rows()
+    for row in rows.values():
+        row.lag[:] = 0
+        row.advantages = np.zeros(len(row.lag), np.float32)
+    [given, *_] = rows
+    rows[given].given = True
+    planned = [PlanRow(*key, 2, len(row.lag), 1.0, len(row.lag)) for key, row in rows.items()]
+    batch = token_batch(planned, [rows[row.key] for row in planned], CPU)
+    apart = torch.where(batch.mask != 0, 0.25, 7.0)
+    metrics = MetricSums()
+    compare_sampler(metrics, batch, batch.behavior + apart)
+    found = metrics.means()
+    assert found["weights/sampler_error"] == pytest.approx(0.25, rel=1e-5)
+    assert found["weights/sampler_error_max"] == pytest.approx(0.25, rel=1e-5)
+    shares = [found[f"weights/{cause}_error_share"] for cause in ("sampler", "kv_cache", "version")]
+    assert shares == [1.0, 0.0, 0.0] and "weights/version_error_max" not in found

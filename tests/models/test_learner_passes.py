@@ -59,9 +59,11 @@ def expected(directory: str, case: Any) -> tuple[list[dict[str, float]], dict[st
     return history, {key: parameter.detach() for key, parameter in model.named_parameters()}
 
 
-def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) -> None:
+def rank_main(
+    rank: int, names: list[str], ports: list[int], path: str, models: dict[str, str]
+) -> None:
     torch.set_num_threads(1)
-    for number, name in enumerate(PASSES):
+    for number, name in enumerate(names):
         case = make_case(models[name], n_updates=2)
         history, _ = expected(models[name], case)
         place = {"name": name, "rank": rank, "world": 2}
@@ -79,12 +81,15 @@ def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) ->
             assert bitwise(copy_weights(learner), continued)
 
 
+@pytest.mark.parametrize(
+    "names", [["qwen3_moe", "falcon_h1"], pytest.param(["gemma2"], marks=pytest.mark.slow)]
+)
 def test_two_ranks_of_a_divided_model_equal_a_plain_loop(
-    models: dict[str, str], tmp_path: Path
+    models: dict[str, str], tmp_path: Path, names: list[str]
 ) -> None:
     """Ranks have other numbers of rows, route tokens otherwise, and one has packs without rows."""
-    ports = [free_port() for _ in range(2 * len(PASSES))]
-    run_ranks(rank_main, ports, str(tmp_path), models, seconds=DEADLINE_S)
+    ports = [free_port() for _ in range(2 * len(names))]
+    run_ranks(rank_main, names, ports, str(tmp_path), models, seconds=DEADLINE_S)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

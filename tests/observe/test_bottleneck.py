@@ -100,6 +100,15 @@ def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: st
     assert 0.75 < (after - before) / known.predicted_gain < 1.35, f"{before} -> {after}"
 
 
+def test_ranks_that_share_sequences_are_advised_in_whole_teams() -> None:
+    """Of the five cores that eight engines leave."""
+    alone, shared = (
+        verdict_on(CASES["learner"], ranks=2, cores=13, team=team, gain=lambda _: 2.0)
+        for team in (1, 2)
+    )
+    assert (alone.advice, shared.advice) == ({"learner.ranks": 5}, {"learner.ranks": 4})
+
+
 def test_where_coroutines_score_more_of_them_are_advised() -> None:
     scenario = replace(CASES["verifier"], verifiers=2, verify_s=1.6)
     children = verdict_on(scenario)

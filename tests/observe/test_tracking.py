@@ -837,7 +837,6 @@ def test_a_run_that_was_killed_is_completed_by_sync_or_by_the_next_one(
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.support.models import write_model
 from tests.support.mlflow_server import Begins, _tracker, _until
 tracker = _tracker(Path({str(tmp_path)!r}), uri={finished[0].uri!r}, kind=Begins)
 tracker.start()

@@ -197,7 +197,7 @@ def test_a_server_that_is_away_holds_up_nothing_and_gets_the_rest_later(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch, ails: str
 ) -> None:
     monkeypatch.setattr(wandb_sink, "INIT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(sender, "FINISH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(sender, "FINISH_TIMEOUT_S", 0.5)
     server.ails, notes, begun = ails, [], time.monotonic()
     if ails == "refused":
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")

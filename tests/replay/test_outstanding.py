@@ -156,7 +156,7 @@ def test_engines_that_are_too_slow_get_all_that_they_ask_for() -> None:
 def test_it_settles_within_ten_steps_of_a_change_of_the_learner(factor: float) -> None:
     """From step 40 on the learner takes `factor` times as long."""
     half = EVEN.rollout_batch_size / 2
-    for seed in range(2):
+    for seed in SEEDS:
         run = simulate(replace(SHORT, slower=(40, factor), seed=seed))
         limits = [step.limit for step in run.steps]
         assert max(limits[20:40]) - min(limits[20:40]) <= half, limits

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = 10
+FEW = 6
 SCHEDULES = [
     FEW,
     pytest.param(50, marks=pytest.mark.slow),

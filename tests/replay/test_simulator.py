@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -33,6 +34,15 @@ def rate(**changes: object) -> float:
     return simulate(replace(BASE, **changes)).figures(skip=5)["groups_per_s"]
 
 
+QUICK = {"learner_s": 0.2}
+"""A learner that waits for engines."""
+
+
+@cache
+def quick_rate() -> float:
+    return rate(**QUICK)
+
+
 def test_a_scenario_always_gives_the_same_run() -> None:
     busy = replace(BASE, turns=(1, 4), environment_s=0.2, death=0.02, call_s=0.01)
     first, second = simulate(busy), simulate(busy)
@@ -58,9 +68,7 @@ def test_a_scenario_always_gives_the_same_run() -> None:
     ids=str,
 )
 def test_what_takes_longer_trains_fewer_groups(changes: dict[str, object]) -> None:
-    """With a learner that waits for engines."""
-    quick = {"learner_s": 0.2}
-    assert rate(**quick | changes) < 0.9 * rate(**quick)
+    assert rate(**QUICK | changes) < 0.9 * quick_rate()
 
 
 def test_a_learner_beside_engines_is_slower_by_the_contention() -> None:
@@ -82,7 +90,9 @@ def test_engines_limit_at_the_speed_of_full_ones() -> None:
 
 def test_long_episodes_become_too_old() -> None:
     """Thirty turns last longer than the learner steps that the bound allows."""
-    long = replace(BASE, turns=(1, 30), environment_s=0.3, learner_s=0.3, on_stale="mask")
+    long = replace(
+        BASE, turns=(1, 30), environment_s=0.3, learner_s=0.3, on_stale="mask", total_steps=18
+    )
     masked, few = (
         simulate(one).figures(skip=5)["masked"] for one in (long, replace(long, turns=(1, 2)))
     )

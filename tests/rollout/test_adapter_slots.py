@@ -85,6 +85,7 @@ def _final(n: int, length: int) -> Any:
         "logprobs": SimpleNamespace(logprobs=logprobs, token_ids=tokens),
         "finish_reason": "length",
         "weight_versions": [SimpleNamespace(version=UNPUBLISHED, start=0, end=TOKENS)],
+        "routed_experts": None,
     }
     of_prompt = {"start_indices": list(range(length)), "logprobs": [-1.0] * length}
     return SimpleNamespace(
@@ -163,7 +164,10 @@ async def test_partial_responses_have_their_requests_label() -> None:
     state = SimpleNamespace(
         parent_req=None,
         detokenizer=SimpleNamespace(output_token_ids=[8, 9]),
-        logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-1.0, -2.0])),
+        logprobs_processor=SimpleNamespace(
+            logprobs=SimpleNamespace(logprobs=[-1.0, -2.0]), num_logprobs=0
+        ),
+        sampling_mask_chunks=[],
         weight_version_starts=[(UNPUBLISHED, 0)],
         request_index=0,
     )

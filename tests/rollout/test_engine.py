@@ -267,6 +267,31 @@ async def test_a_response_that_repeats_itself_ends(engine: Serving) -> None:
     assert any(ids[-size:] == ids[-2 * size : -size] for size in range(1, 41))
 
 
+async def test_a_prompt_that_is_scored_again_is_not_computed_again(
+    engine: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of responses that begin alike no log-prob is left out."""
+    prompt = [3 + number % 80 for number in range(70)]
+    pairs = [(prompt, list(range(20, end))) for end in (60, 50, 24)] + [(prompt, [7, 8, 9])]
+    counted, cached = engine.engine._counted, list[int]()
+    final = counted.final
+
+    async def watched(*arguments: Any) -> Any:
+        output = await final(*arguments)
+        cached.append(output.num_cached_tokens)
+        return output
+
+    monkeypatch.setattr(counted, "final", watched)
+    wanted = [values for _, values in await engine.score(pairs)]
+    assert cached == [0] * 4
+    for _ in range(2):
+        found = await engine.ask(engine.engine.top_logprobs(pairs, 2))
+        for (values, ids), one in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(values[:, 0], one, atol=1e-5)
+            assert ids.shape == (len(one), 2) and (values[:, 1] >= values[:, 2]).all()
+    assert 64 in cached[4:] and 96 in cached[4:], "blocks of 32 tokens"
+
+
 async def test_a_response_sleeps_with_its_engine_and_nothing_of_its_caches_is_left(
     run: Run,
 ) -> None:

@@ -126,6 +126,15 @@ def test_an_engine_of_adapters_has_slots_for_every_version_in_use() -> None:
     assert own.adapter_slots == 0 and of_adapters(own) == {}, "a frozen model has none"
 
 
+def test_an_engine_says_which_experts_it_took_where_they_are_replayed() -> None:
+    values = {"run": {"total_steps": 1}, "model": {"path": "m"}}
+    config = with_frozen(Config.model_validate(values | {"learner": {"routing_replay": "r3"}}))
+    places = {"model_dir": "m", "device": "cuda", "backend": "nccl", "seed": 1}
+    assert engine_arguments(config, **places)["enable_return_routed_experts"] is True
+    for other in (Config.model_validate(values), engine_config(config, "big")):
+        assert "enable_return_routed_experts" not in engine_arguments(other, **places)
+
+
 def with_frozen(config: Config) -> Config:
     return config.unchecked_copy(update={"frozen": {"big": FrozenModel(path="big")}})
 

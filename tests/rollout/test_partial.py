@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine.base import Completion, Sampling
 from async_grpo.rollout.engine.vllm.engine import VllmEngine
 from async_grpo.rollout.partial import (
+    EMPTY,
     FILE,
     PartialError,
     PartialFile,
@@ -32,6 +34,7 @@ from async_grpo.run import partial_rollouts
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.partial_rollouts import PartialCollector
 from async_grpo.wire.codec import GroupTicket, decode_group
+from async_grpo.wire.kept import KeptSets
 from tests.support.engine_weights import learner_logprobs
 from tests.support.listener import RecordingListener
 from tests.support.models import write_model
@@ -573,3 +576,72 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
                 ).max()
                 < 1e-4
             )
+
+
+# ---- sets of which tokens were sampled ----
+
+
+def with_sets(one: Completion) -> Completion:
+    """Each token with one that says of which part of the response it is."""
+    sets = [[token, 50 + len(one.token_ids)] for token in one.token_ids.tolist()]
+    return replace(one, kept=KeptSets.of(sets))
+
+
+def sets_of(one: Completion) -> list[list[int]] | None:
+    parts = one.kept and one.kept.split([1] * len(one.token_ids))
+    return None if parts is None else [part.ids.tolist() for part in parts]
+
+
+def test_sets_of_earlier_tokens_are_those_of_their_weights() -> None:
+    start, rest = with_sets(KNOWN[2]), with_sets(response(6, 2, ("v0.2", 0, 2), finish="stop"))
+    whole = join(start, rest)
+    assert sets_of(whole) == [[3, 53], [4, 53], [5, 53], [6, 52], [7, 52]]
+    assert sets_of(join(EMPTY, rest)) == sets_of(rest)
+    assert join(KNOWN[0], KNOWN[2]).kept is None
+
+
+def test_sets_are_in_the_file_and_other_responses_have_the_bytes_that_they_had(
+    tmp_path: Path,
+) -> None:
+    engine = Streams()
+    told = [with_sets(KNOWN[0]), KNOWN[1], with_sets(KNOWN[2])]
+    growing = PartialGeneration(engine, TICKET, PROMPT, WANTED, prefixes=told)
+    plain = PartialGeneration(engine, TICKET, PROMPT, WANTED, prefixes=KNOWN)
+    beginning, packed = encode(growing, max_bytes=10**6)
+    _, without = encode(plain, max_bytes=10**6)
+    assert b"kept" in packed and b"kept" not in without
+    write_file(tmp_path, [(beginning, packed)])
+    found = PartialFile(tmp_path / FILE).take(TICKET, PROMPT, WANTED, Counter())
+    assert all(map(same, found, told))
+    assert [sets_of(one) for one in found] == [sets_of(one) for one in told]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [b"\1\0\1\0\1\0", np.array([3, 4, 6], np.int32).tobytes()],  # a token outside its set
+        [b"\1\0\1\0", np.array([3, 4], np.int32).tobytes()],
+        [b"\1\0\1\0\2\0", np.array([3, 4, 5], np.int32).tobytes()],
+        [b"\1\0\1\0\1\0"],
+        [b"\1\0\1", b""],
+        [4, b""],
+        7,
+    ],
+)
+def test_damaged_sets_are_as_good_as_no_response(tmp_path: Path, kept: Any) -> None:
+    good = {
+        "tokens": np.array([3, 4, 5], np.int32).tobytes(),
+        "logprobs": np.full(3, -1, np.float32).tobytes(),
+        "labels": [["v0.1", 0, 3]],
+        "finish": "",
+    }
+    fits = [b"\1\0\1\0\1\0", np.array([3, 4, 5], np.int32).tobytes()]
+    one = [Sampling(n=1, max_tokens=8, temperature=1.0)]
+    start = PartialStart(0, 1, 0, 1, 1, 3)
+    for sets, count in ((fits, 1), (kept, 0)):
+        prompt = np.asarray(PROMPT, np.int32).tobytes()
+        packed = msgpack.packb({"prompt": prompt, "responses": [good | {"kept": sets}]})
+        write_file(tmp_path, [(start, packed)])
+        counts: Counter[str] = Counter()
+        found = PartialFile(tmp_path / FILE).take(TICKET, PROMPT, one, counts)
+        assert len(found) == count and counts["continued_unreadable"] == 1 - count

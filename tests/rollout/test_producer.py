@@ -15,14 +15,15 @@ import pytest
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import SetupError, VerifierFailed
-from async_grpo.replay.actor_reports import ActorReport
-from async_grpo.rollout.engine.base import EngineError, Sampling
+from async_grpo.replay.actor_reports import ActorReport, ActorReports
+from async_grpo.rollout.engine.base import Completion, EngineError, Sampling
 from async_grpo.rollout.engine.vllm.engine import CountedRequests, VllmEngine
 from async_grpo.rollout.producer import GroupProducer
-from async_grpo.tasks.base import Score
+from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.mixture import ProblemOrder, load_tasks
 from async_grpo.tasks.verifier import VerifierError
-from async_grpo.wire.codec import GroupTicket
+from async_grpo.wire.codec import GroupTicket, decode_group
+from async_grpo.wire.kept import KeptSets
 from tests.support.rollout_parts import Parts, actor_of
 
 
@@ -341,3 +342,80 @@ def test_what_vllm_says_to_a_request_is_an_error_of_the_engine() -> None:
     for error in (VLLMValidationError("The prompt cannot be empty"), EngineDeadError()):
         with pytest.raises(EngineError, match="vLLM does not answer the request: "):
             asyncio.run(ask(error))
+
+
+# ---- sets of which tokens were sampled ----
+
+
+class Cutting(Parts):
+    """An engine that says of which tokens each was sampled, where it is asked to; of `unknown`, the
+    number of a response's token, it does not know it.
+    """
+
+    def __init__(self, *, silent: bool = False, unknown: int | None = None) -> None:
+        super().__init__()
+        self.silent, self.unknown = silent, unknown
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, **options: Any
+    ) -> list[Completion]:
+        found = await super().generate(prompt_ids, sampling, **options)
+        if not sampling.kept or self.silent:
+            return found
+        sets = [[token, 50 + token] for token in found[0].token_ids.tolist()]
+        if self.unknown is not None:
+            sets[self.unknown] = []
+        return [replace(one, kept=KeptSets.of(sets)) for one in found]
+
+
+CUT = {"top_p": 0.9}
+
+
+def test_groups_have_the_sets_of_their_samples_and_of_nothing_else() -> None:
+    parts = Cutting()
+    run(parts, adv_estimator="remax", rollout=CUT)
+    asked = [one for _, one in parts.asked]
+    samples, greedy = ([one for one in asked if one.kept is kept] for kept in (True, False))
+    assert {(one.top_p, one.top_k, one.temperature) for one in samples} == {(0.9, 512, 1.0)}
+    assert len(greedy) == 2 and all(one.temperature == 0 for one in greedy)
+    for frame in parts.sent:
+        kept = KeptSets.in_planes(decode_group(frame).planes)
+        assert kept is not None
+        assert kept.counts.tolist() == [2, 2, 2, 2, 0, 0, 0]
+        assert kept.ids.tolist() == [0, 50, 1, 51] * 2
+
+
+def test_a_demonstration_behind_the_samples_has_no_sets() -> None:
+    parts, limit = Cutting(), 4
+    actor = actor_of(parts, algorithm={"sft_loss_coef": 0.1}, rollout=CUT)
+    problem = Problem("ask", 1, solution="of some words")
+    actor._parts.task.train = lambda index: problem
+    asyncio.run(asyncio.wait_for(actor.run(), 10))
+    for frame in parts.sent:
+        group = decode_group(frame)
+        kept, given = KeptSets.in_planes(group.planes), group.rows[-1]
+        assert given.role == "demonstration" and kept is not None
+        assert kept.counts.tolist() == [2] * limit + [0] * len(given.response_ids)
+
+
+@pytest.mark.parametrize("fault", [{"silent": True}, {"unknown": 1}])
+async def test_a_group_with_a_token_whose_set_is_not_known_is_failed_and_counted(
+    fault: dict[str, Any],
+) -> None:
+    parts = Cutting(**fault)
+    actor = actor_of(parts, rollout=CUT)
+    await asyncio.wait_for(actor.run(), 10)
+    assert set(parts.failed) == {0, 1} and not parts.frames
+    assert all("beyond rollout.top_k" in reason for reason in parts.failed.values())
+    report = await actor.final_report()
+    known = ActorReports()
+    known.tell("a", report)
+    assert known.metrics()["rollout/kept_overflows"] == 2
+    assert known.metrics()["rollout/attempts_failed"] == 2
+
+
+def test_without_cut_sampling_nobody_asks_for_sets_and_no_group_has_any() -> None:
+    parts = Cutting()
+    run(parts)
+    assert not any(sampling.kept or sampling.top_k for _, sampling in parts.asked)
+    assert all(not decode_group(frame).planes for frame in parts.sent)

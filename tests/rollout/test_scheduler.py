@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
-from async_grpo.rollout.engine.vllm.scheduler import HELD, HeldOutputs
+from async_grpo.rollout.engine.vllm.scheduler import HELD, HeldOutputs, _joined
 
 
 def output(name: str, token: int, **more: Any) -> EngineCoreOutput:
@@ -152,3 +152,83 @@ def test_steps_overlap_where_vllm_chose_that(
     """A class of one's own would switch it off, and a GPU would wait between steps."""
     scheduler = Steps(monkeypatch, overlaps=overlaps).scheduler
     assert isinstance(scheduler, AsyncScheduler) == overlaps
+
+
+# ---- sets of which tokens were sampled ----
+
+
+def sampled(
+    name: str, token: int, among: dict[int, float], *, width: int = 4, **more: Any
+) -> EngineCoreOutput:
+    """A token with the most probable ones in its place, as vLLM gives them: by falling log-prob,
+    those that were cut with minus infinity.
+    """
+    best = sorted(among.items(), key=lambda one: -one[1])[:width]
+    best += [(90 + at, -np.inf) for at in range(width - len(best))]
+    with np.errstate(divide="ignore"):
+        ids = np.array([[token, *[one for one, _ in best]]], np.int32)
+        values = np.array([[np.log(among.get(token, 0.0)), *[0.0] * width]], np.float32)
+        values[0, 1:] = [np.log(p) if p > 0 else -np.inf for _, p in best]
+    return EngineCoreOutput(name, [token], LogprobsLists(ids, values, np.array([1]), None), **more)
+
+
+def test_the_set_of_each_token_goes_and_no_other_log_prob() -> None:
+    last = _joined(
+        [
+            sampled("short", 7, {7: 0.5, 3: 0.5}),
+            sampled("short", 4, {4: 1.0}),
+            sampled("short", 2, {9: 0.7, 2: 0.2, 1: 0.1}),
+        ]
+    )
+    assert last.new_token_ids == [7, 4, 2]
+    assert [sorted(one) for one in last.new_sampling_mask.to_nested_list()] == [
+        [3, 7],
+        [4],
+        [1, 2, 9],
+    ]
+    ids, values, _, _ = last.new_logprobs
+    assert ids.tolist() == [[7], [4], [2]]
+    np.testing.assert_allclose(values[:, 0], np.log([0.5, 1.0, 0.2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        # equally probable ones beyond those that were asked for
+        sampled("short", 1, dict.fromkeys(range(1, 6), 0.2)),
+        # the sampled one is among them
+        sampled("short", 5, {1: 0.4, 2: 0.2, 3: 0.2, 4: 0.1999, 5: 0.0001}),
+        sampled("short", 8, {1: 0.5, 2: 0.5}),
+    ],
+)
+def test_a_set_that_is_not_whole_is_empty(lost: EngineCoreOutput) -> None:
+    whole = sampled("short", 7, {7: 0.5, 3: 0.5})
+    last = _joined([whole, lost])
+    assert [sorted(one) for one in last.new_sampling_mask.to_nested_list()] == [[3, 7], []]
+
+
+def test_rounding_and_what_is_as_improbable_as_that_may_be_missing() -> None:
+    last = _joined([sampled("short", 1, {1: 0.6, 2: 0.2, 3: 0.1995, 4: 0.0001})])
+    assert [len(one) for one in last.new_sampling_mask.to_nested_list()] == [4]
+
+
+def test_others_in_the_batch_do_not_change_what_a_response_is_told() -> None:
+    """vLLM gives each response of a step as many columns as the one that asks for most."""
+    plain = output("short", 5)
+    last = _joined([plain, sampled("short", 7, {7: 0.5, 3: 0.5})])
+    assert last.new_sampling_mask is None and last.new_logprobs[0].tolist() == [[5], [7]]
+    wider = sampled("short", 7, {7: 0.5, 3: 0.5}, width=9)
+    last = _joined([wider, sampled("short", 3, {7: 0.5, 3: 0.5})])
+    assert [sorted(one) for one in last.new_sampling_mask.to_nested_list()] == [[3, 7], [3, 7]]
+
+
+def test_sets_survive_the_way_to_the_front_end() -> None:
+    """vLLM's own encoding of what its processes tell each other, of no token too."""
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    for among in ({7: 0.5, 3: 0.5}, dict.fromkeys(range(7, 12), 0.2)):
+        last = _joined([sampled("short", 7, among)])
+        sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[last]))
+        [back] = MsgpackDecoder(EngineCoreOutputs).decode(sent).outputs
+        wanted = last.new_sampling_mask.to_nested_list()
+        assert back.new_sampling_mask.to_nested_list() == wanted

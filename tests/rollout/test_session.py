@@ -4,6 +4,7 @@ apart where a template would change what stands.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
+from async_grpo.learner.rows import routes_of
 from async_grpo.rollout.chat_format import Said, TemplateFormat
 from async_grpo.rollout.conversation import ContentError, Conversation
-from async_grpo.rollout.engine.base import Completion
-from async_grpo.rollout.episodes import Episode, as_rows
+from async_grpo.rollout.engine.base import Completion, EngineError
+from async_grpo.rollout.episodes import Episode, as_rows, routes_plane
 from async_grpo.rollout.session import Session
 from async_grpo.wire.codec import Group, decode_group, encode_group
+from async_grpo.wire.kept import KeptSets, joined
 from tests.support.chat_templates import TEMPLATES, tokenizer_of
 
 moves = st.lists(
@@ -129,6 +132,58 @@ def test_sessions_become_rows_of_a_group() -> None:
     assert [row.segments for row in group.rows] == [[(0, 2), (2, 1)], [(0, 1)], [(1, 2)], [(0, 3)]]
     assert [row.turn_rewards for row in group.rows] == [[0.0, 1.0], [0.5], [2.0], [2.0]]
     assert group.rows[0].response_ids.tolist() == [10, 11, 5, 6, 20]
+
+
+def routed(session: Session, said: Completion, number: int) -> Completion:
+    """The completion, with routes whose values say which turn they are of."""
+    length = session.length + len(said.token_ids) - 1
+    return replace(said, routes=np.full((length, 2), number, np.uint8))
+
+
+def test_routes_are_those_of_the_turn_that_first_computed_a_token() -> None:
+    one, two, three = Session([1, 2]), Session([1, 2]), Session([1, 2, 3])
+    one.take(routed(one, completion([(0, 2)], first=10), 1))
+    one.feed([5, 6])
+    one.take(routed(one, completion([(1, 2)], first=20), 2))
+    one.feed([7])
+    two.take(completion([(0, 2)], first=30))
+    three.take(routed(three, completion([(0, 1)], first=50), 3))
+    three.feed([8])
+    three.take(routed(three, completion([(0, 1)], first=60), 4))
+    three.forget(0)
+    episodes = [episode(session) for session in (two, one, three)]
+    prompts, rows = as_rows(episodes, trained=3, weights={"a": 1.0})
+    parts = [row.routes for one in episodes for row in one.session.rows]
+    given = replace(rows[0], response_ids=np.arange(2, dtype=np.int32))
+    planes = routes_plane(prompts, [*rows, given], parts)
+    group = decode_group(encode_group(Group(0, 1, 0, "a", prompts, [*rows, given], planes=planes)))
+    none = [255, 255]
+    assert group.planes["routes"].tolist() == [
+        *([[1, 1]] * 2),  # the prompt of two rows, of which one has routes
+        *([[3, 3]] * 3),
+        *(none, none),
+        *([1, 1], *[[2, 2]] * 4, none),
+        none,
+        *(none, none),
+    ]
+    found = routes_of(group)
+    assert [len(routes) for routes in found if routes is not None] == [3, 7, 3, 3]
+    assert routes_plane(prompts, rows, [two.rows[0].routes] * 3) == {}
+
+
+def test_many_experts_have_wider_routes() -> None:
+    session = Session([1, 2])
+    said = completion([(0, 2)], first=10)
+    session.take(replace(said, routes=np.full((3, 1), 255, np.uint8)))
+    prompts, rows = as_rows([episode(session)], trained=1, weights={"a": 1.0})
+    plane = routes_plane(prompts, rows, [session.rows[0].routes])["routes"]
+    assert plane.dtype == np.uint16 and plane[:, 0].tolist() == [255, 255, 255, 65_535]
+
+
+def test_routes_of_other_tokens_are_refused() -> None:
+    session, said = Session([1, 2]), completion([(0, 2)], first=10)
+    with pytest.raises(EngineError, match="4 tokens came with routes of 4"):
+        session.take(replace(said, routes=np.zeros((4, 1), np.uint8)))
 
 
 def test_plain_responses_are_rows_without_turns_of_their_own() -> None:
@@ -248,3 +303,34 @@ def test_ids_may_follow_a_turn_of_a_chat_and_not_begin_one() -> None:
     assert talk_of(tokenizer, asked).follow([], [5], Said("a"), [3, 4]) == [3, 4]
     with pytest.raises(ContentError, match="token ids before"):
         talk_of(tokenizer, asked, [3, 4])
+
+
+# ---- sets of which tokens were sampled ----
+
+
+def with_sets(done: Completion) -> Completion:
+    """Each token with the one that is 100 more."""
+    sets = [[token, 100 + token] for token in done.token_ids.tolist()]
+    return replace(done, kept=KeptSets.of(sets))
+
+
+def test_sets_go_with_their_turns_through_forks_and_are_taken_out_with_them() -> None:
+    session = Session([1, 2])
+    session.take(with_sets(completion([(0, 2)], first=10)))
+    session.feed([5, 6])
+    session.take(completion([(0, 1)], first=20))  # greedy
+    session.fork([3, 4])
+    session.feed([7])
+    session.take(with_sets(completion([(1, 1)], first=30)))
+    session.take(with_sets(completion([(1, 2)], first=40)))
+    session.forget(1)
+    first, second = session.rows
+    lengths = [[len(values) for values in row.logprobs] for row in (first, second)]
+    assert lengths == [[2, 1], [1]]
+    kept = joined([*first.kept, *second.kept], [2, 1, 1])
+    assert kept is not None
+    assert kept.counts.tolist() == [2, 2, 0, 2]
+    assert kept.ids.tolist() == [10, 110, 11, 111, 30, 130]
+    places = [np.repeat([0, 1] * len(row.segments), np.ravel(row.segments)) for row in session.rows]
+    pairs = zip(session.rows, places, strict=True)
+    kept.check(np.concatenate([row.response_ids[place == 1] for row, place in pairs]))

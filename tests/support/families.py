@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from async_grpo.learner.model import model_class
+from async_grpo.learner.attention import ATTENTION
+from async_grpo.learner.copies import build
+from async_grpo.learner.experts import blocks
+from async_grpo.learner.model import (
+    ForwardPass,
+    PolicyModel,
+    model_class,
+    without_auxiliary_losses,
+    without_dropout,
+)
 from tests.support.models import write_tokenizer
 
 VOCABULARY = 128
@@ -418,6 +427,19 @@ def config_of(name: str, **changes: Any) -> PretrainedConfig:
     else:
         common = _COMMON
     return AutoConfig.for_model(family.kind, **(common | values))
+
+
+def policy_of(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
+    """A family's model as a learner has it, the same one at every call."""
+    family, config = FAMILIES[name], config_of(name, **changes)
+    attention = ATTENTION if family.rows == "packed" else "sdpa"
+    hf = build(config, model_class(config), attn_implementation=attention).to(dtype)
+    if dtype == torch.float64 and any(blocks(hf)):
+        hf.set_experts_implementation("eager")  # torch has no grouped product of doubles
+    without_dropout(hf)
+    without_auxiliary_losses(hf)
+    forward_pass = ForwardPass(family.rows, attention, family.head)
+    return PolicyModel(hf, float32_head=False, forward_pass=forward_pass).train()
 
 
 def write_family(name: str, directory: Path) -> PreTrainedModel:

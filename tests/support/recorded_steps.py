@@ -13,6 +13,7 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.run.planning import RowMath
 from async_grpo.wire import codec
+from async_grpo.wire.kept import KeptSets
 from tests.support.learners import picked, plain_model, row_distribution, set_rank
 from tests.support.processes import free_port
 
@@ -64,6 +65,10 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
             if top_k:
                 ids = np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
                 group.planes["teacher_ids"] = ids
+        if config.rollout.most_kept:
+            tokens = [(row.role, token) for row in rows for token in row.response_ids.tolist()]
+            sets = [[*{token, *range(3, 9)}] if role == "train" else [] for role, token in tokens]
+            group.planes |= KeptSets.of(sets).planes
         frames.append(codec.encode_group(group))
     return frames
 

@@ -173,6 +173,7 @@ def actor_of(
     teacher: Any = None,
     judge: Any = None,
     algorithm: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
 ) -> GroupProducer:
     teachers = teacher if isinstance(teacher, dict) else {"teacher": teacher}
     named = [*teachers] if isinstance(teacher, dict) else "teacher"
@@ -193,6 +194,7 @@ def actor_of(
                 "response_length": 8,
                 "group_timeout_s": group_timeout_s,
                 "seeded": "on" if seeded else "off",
+                **(rollout or {}),
             },
         }
     )

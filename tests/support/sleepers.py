@@ -59,10 +59,10 @@ def config(*, staleness: int, every: int = 1, verify_every: int = 2) -> Config:
             "weight_sync": {
                 "every_steps": every,
                 "verify_every": verify_every,
-                "deadlines": {"acknowledge_s": 5.0},
+                "deadlines": {"acknowledge_s": 3.0},
             },
             "cluster": {"engine": {"sleep": True}, "restart_budget": 100},
-            "watchdog": {"step_timeout_s": 3.0},
+            "watchdog": {"step_timeout_s": 2.0},
         }
     )
 
@@ -524,7 +524,7 @@ class Life:
         time_goes_on = asyncio.create_task(self._time())
         beside: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(6):
+            async with asyncio.timeout(4):
                 await asyncio.gather(self.manager.start(), self.group.start(None))
                 await self.coordinator.start(0)
                 self.manager.begin(self.coordinator)

@@ -146,14 +146,18 @@ _WITHOUT: dict[tuple[Probe, str], Any] = {}
 """What a probe saw without the value; many wires share it."""
 
 
-def see(wire: Wire) -> Sight:
-    """Let the probe look with the value, without, and with the key disconnected."""
-    wanted = wire.probe(_given(wire))
+def seen_without(wire: Wire) -> Any:
+    """What the wire's probe sees without the value, asked once for all wires that share it."""
     values = wire.without
     named = wire.probe, json.dumps([values, wire.key in OWNERS and wire.key], sort_keys=True)
     if named not in _WITHOUT:
         _WITHOUT[named] = wire.probe(load(values, switched=wire.key))
-    without = _WITHOUT[named]
+    return _WITHOUT[named]
+
+
+def see(wire: Wire) -> Sight:
+    """Let the probe look with the value, without, and with the key disconnected."""
+    wanted, without = wire.probe(_given(wire)), seen_without(wire)
     config = _given(wire)
     with disconnected(wire.key):
         try:

@@ -64,8 +64,11 @@ def trained_groups(directory: Path) -> list[Group]:
     return [decode_group(history.frame(group_id)) for group_id in numbers]
 
 
-def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_path: Path) -> None:
-    """The policy is a second teacher, which sees what it saw: what it says is what it said."""
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_trained_token_has_the_word_of_its_teacher(tmp_path: Path, dies: bool) -> None:
+    """The policy is a second teacher, which sees what it saw: what it says is what it said. dies:
+    the teacher is killed, and comes back.
+    """
     config = config_of(
         tmp_path,
         "algorithm.distill.teacher_top_k=4",
@@ -82,10 +85,10 @@ def test_a_killed_teacher_comes_back_and_every_trained_token_has_its_word(tmp_pa
             assert np.isfinite(result["train/teacher_kl"])
             assert result["train/teacher_top_k_kl"] > -1e-6 and result["train/sft_loss"] > 0
             assert result["rollout/demonstrations"] == 1
-            if result["training_iteration"] == 2:
+            if dies and result["training_iteration"] == 2:
                 kill_teacher(trainer)
         assert trainer.steps_done == STEPS and result["rollout/teacher_s"] > 0
-    assert "frozen model teacher died" in log.read_text()
+    assert ("frozen model teacher died" in log.read_text()) == dies
     groups = trained_groups(tmp_path / "run")
     assert len(groups) == STEPS * GROUPS
     teacher = plain_model(config.frozen["teacher"].path).eval()

@@ -250,6 +250,7 @@ def config(cluster) -> dict:
             "response_length": 6,
         },
         "evaluation": {"max_samples": 4},
+        "tracking": {"report": False},
         "cluster": {"engine": {"max_num_seqs": 16}, "rollout_actors": {"max": 1}},
     }
 
@@ -313,6 +314,7 @@ def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, p
     assert not list(unpacked.rglob("large.bin")), "what .rayignore leaves out was sent along"
 
 
+@pytest.mark.slow  # the message: tests/system/test_command_line.py
 def test_a_misspelled_key_fails_the_job_with_one_message(cluster, config):
     path = cluster.home / "misspelled.yaml"
     path.write_text(yaml.safe_dump(config | {"rollout": config["rollout"] | {"grup_size": 8}}))

@@ -174,7 +174,7 @@ async def test_answers_come_back_in_order_and_a_failure_is_its_own() -> None:
         "give nan": "non_finite",
         "sleep 99": "timeout",
     }
-    async with pool_of(timeout_s=2.0) as pool:
+    async with pool_of(timeout_s=1.0) as pool:
         pid = await outcomes(pool, ["pid"])
         assert await outcomes(pool, list(expected)) == list(expected.values())
         assert pool.errors == {"exception": 3, "wrong_type": 1, "non_finite": 1, "timeout": 1}
@@ -185,7 +185,7 @@ async def test_answers_come_back_in_order_and_a_failure_is_its_own() -> None:
     ("how", "reason"), [("crash", "crash"), ("bomb", "memory"), ("thread 600", "timeout")]
 )
 async def test_a_child_that_is_lost_takes_what_it_had(how: str, reason: str) -> None:
-    async with pool_of(timeout_s=3.0) as pool:
+    async with pool_of(timeout_s=1.5) as pool:
         [pid] = await outcomes(pool, ["pid"])
         beside = asyncio.create_task(outcomes(pool, ["sleep 0.5"] * 3))
         await asyncio.sleep(0.2)
@@ -199,8 +199,8 @@ async def test_a_child_that_is_lost_takes_what_it_had(how: str, reason: str) -> 
 async def test_a_coroutine_that_nothing_ends_is_ended_with_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verifier, "SILENCE_S", 1.0)
-    async with pool_of(timeout_s=2.0) as pool:
+    monkeypatch.setattr(verifier, "SILENCE_S", 0.5)
+    async with pool_of(timeout_s=1.0) as pool:
         asked = [["block 600", "echo 1"], ["refuse_to_end"]]
         for responses in asked:
             assert await outcomes(pool, responses) == ["crash"] * len(responses)

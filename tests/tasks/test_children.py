@@ -110,7 +110,7 @@ async def test_one_that_is_lost_is_replaced_at_its_place_alone(how: str, tmp_pat
 async def test_a_start_that_fails_says_why_and_leaves_none(
     start: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(children, "START_TIMEOUT_S", 3.0)
     pool = Pool(tmp_path / "log", workers=1, start=start)
     with pytest.raises(ChildError, match=said) as caught:
         await pool.start()
@@ -207,7 +207,7 @@ async def test_one_that_does_not_end_when_asked_is_killed_first_and_what_is_belo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_STOP_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(children, "_GRACE_S", 2.0)
+    monkeypatch.setattr(children, "_GRACE_S", 1.5)
     async with pool_of(tmp_path, kind=ToldWithChildren) as pool:
         child = await pool.child(0)
         await answer(child, "deaf")

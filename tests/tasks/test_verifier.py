@@ -27,7 +27,7 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from tests.support.waiting import alive, wait_until_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 
 
 class Misbehaving:
@@ -283,7 +283,7 @@ async def test_a_busy_parent_does_not_blame_the_child():
         scoring = asyncio.create_task(pool.score("echo 4", None))
         while not scoring.done():
             await asyncio.sleep(0)
-            block(0.5)
+            block(0.3)
         assert scoring.result().rewards["value"] == 4.0
     finally:
         await pool.close()

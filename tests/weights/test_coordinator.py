@@ -221,7 +221,7 @@ async def test_a_group_that_stays_torn_ends_the_run() -> None:
 
 
 async def test_nccl_forms_the_group_again_without_the_culprit_and_repeats_for_all() -> None:
-    run = Fixture(engines=3, backend="nccl")
+    run = Fixture(config(acknowledge_s=1.0), engines=3, backend="nccl")
     await run.coordinator.start(0)
     silent = run.members[1]
     silent.gate = asyncio.Event()

@@ -33,6 +33,7 @@ from async_grpo.wire.codec import (
     unpack_frames,
 )
 from async_grpo.wire.groups import FINISH_REASONS
+from async_grpo.wire.kept import KeptSets
 from tests.support.frames import HEAD, frame_of, make_group, with_columns
 
 FUZZ_FRAMES = 100_000
@@ -88,9 +89,11 @@ def groups(draw: st.DrawFn) -> Group:
     sampled = sum(len(row.behavior_logprobs) for row in rows)
     planes = {}
     if draw(st.booleans()):
-        counts = np.array(draw(st.lists(st.integers(0, 3), min_size=sampled, max_size=sampled)))
-        planes["kept_counts"] = counts.astype(np.uint16)[:, None]
-        planes["kept_ids"] = np.arange(int(counts.sum()), dtype=np.int32)[:, None]
+        counts = draw(st.lists(st.integers(0, 3), min_size=sampled, max_size=sampled))
+        own = np.concatenate([row.response_ids[row.sampled] for row in rows]).tolist()
+        pairs = zip(own, counts, strict=True)
+        sets = [[*{token, *range(count)}] if count else [] for token, count in pairs]
+        planes |= KeptSets.of(sets).planes
     if draw(st.booleans()):
         planes["teacher_logprobs"] = np.linspace(-2, 0, 2 * sampled, dtype=np.float32).reshape(
             -1, 2
@@ -748,11 +751,9 @@ def episodes_group() -> Group:
         row.segments, row.response_ids = segments, np.arange(sum(map(sum, segments)))
         row.episode, row.prompt, row.turn_rewards = episode, prompt, [0.5] * len(segments)
         row.finish_reason = "env_done"
-    group.planes = {
-        "kept_counts": np.arange(12, dtype=np.uint16)[:, None],
-        "kept_ids": np.arange(66, dtype=np.int32)[:, None],
-        "routes": np.zeros((25, 3), np.uint8),
-    }
+    own = np.concatenate([row.response_ids[row.sampled] for row in group.rows]).tolist()
+    kept = KeptSets.of([[token, *range(90, 90 + number)] for number, token in enumerate(own)])
+    group.planes = kept.planes | {"routes": np.zeros((25, 3), np.uint8)}
     return group
 
 

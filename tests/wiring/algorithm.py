@@ -278,6 +278,7 @@ WIRES = [
     Wire("task.rewards_norm", "group", steps),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),
     Wire("learner.ranks", 2, steps),
+    Wire("learner.sequence_parallel", 2, steps, {"learner.ranks": 2}),
     Wire("learner.ppo_epochs", 2, steps),
     Wire("learner.ppo_mini_batch_size", 2, steps),
     Wire("learner.tokens_per_micro_batch", 30, steps),

@@ -378,6 +378,7 @@ WIRES = [
     Wire("evaluation.timeout_s", 601.0, evaluated),
     Wire("evaluation.n", 4, evaluated),
     Wire("checkpoint.partial_rollouts", True, gathered, {"rollout.seeded": "off"}),
+    Wire("learner.sequence_parallel", 2, modelled, {"learner.ranks": 2}),
     Wire("task.verifier.workers", 3, modelled),
     Wire("task.verifier.concurrency", 3, modelled),
 ]

@@ -43,7 +43,7 @@ async def _listening(config: Config) -> tuple[str, bool, list[int]]:
             codes = [await post(temperature=0.5), await post(user="x" * 2_000)]
             policy.hold.clear()
             held = [asyncio.ensure_future(post(user=str(number))) for number in range(2)]
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             policy.hold.set()
             codes += sorted(await asyncio.gather(*held))
     finally:

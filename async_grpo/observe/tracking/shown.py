@@ -34,7 +34,7 @@ _MAIN = re.compile(
     r"|time/(step|wait|train|weight_sync|learner_idle|(learner|engine)/(?!restarting).*)"
     r"|goodput/(share|trained|generated)"
     r"|replay/(ready|in_flight|staleness_mean|staleness_max|slowest_tenth)"
-    r"|weights/(until_live_s|learner_waited_s|sampler_error|kv_cache_error|drift)"
+    r"|weights/(until_live_s|learner_waited_s|(sampler|kv_cache|version)_error|drift)"
     r"|cluster/rollout_actors|checkpoint/seconds|plan/.*"
 )
 _COUNTED = re.compile(

@@ -27,6 +27,7 @@ from async_grpo.config.operation import EngineConfig
 from async_grpo.config.schema import Config
 from async_grpo.weights.transport import Announcement, Receipt, WeightSender, parse_label
 from async_grpo.wire.codec import VersionSpan
+from async_grpo.wire.kept import KeptSets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,9 @@ class Completion:
     labels by span of tokens. finish_reason: "" for a partial response. first_token: when the
     request's first token came, in Unix seconds. cached_tokens: of its prompt, which were not
     computed again; salt: of the prefix cache, the label that was served when the request came.
+    routes: experts of the prompt's tokens and all of the response's but the last, of every layer
+    [T, layers * experts of a token], where `learner.routing_replay` is r3 and it has ended.
+    kept: of which tokens each was sampled, where that was asked for; empty where that is not known.
     """
 
     token_ids: np.ndarray
@@ -53,6 +57,8 @@ class Completion:
     first_token: float
     cached_tokens: int = 0
     salt: str = ""
+    routes: np.ndarray | None = None
+    kept: KeptSets | None = None
 
     @property
     def versions(self) -> list[VersionSpan]:
@@ -66,7 +72,8 @@ class Completion:
 class Sampling:
     """Sampling parameters; `seed` None draws from the engine's own generator.
     repetition: (longest pattern, times) after which a response ends. ignore_eos: no token ends it.
-    schema: JSON schema that the response must have.
+    schema: JSON schema that the response must have. kept: return of which tokens each was sampled,
+    at most `top_k` and those that are as probable as the last of them.
     """
 
     n: int
@@ -78,6 +85,7 @@ class Sampling:
     repetition: tuple[int, int] | None = None
     ignore_eos: bool = False
     schema: dict[str, Any] | None = None
+    kept: bool = False
 
 
 class Engine(Protocol):

@@ -64,9 +64,10 @@ def check_architecture(config: Config, model: str, *, learner: bool = True) -> I
     found = _read(config, model)
     if learner:
         _check_whole(model, found)
-        from async_grpo.learner.forward_choice import choose
+        from async_grpo.learner.forward_choice import check_shared, choose
 
         choice = choose(found, trust_remote_code=config.model.trust_remote_code)
+        check_shared(choice, found, size=config.learner.sequence_parallel)
         yield from _costs(config, choice, found)
         _check_names(config, model, found)
     _check_engine(config, model, found)

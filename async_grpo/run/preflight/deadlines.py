@@ -31,7 +31,7 @@ def step_seconds(config: Config, shape: Shape) -> tuple[float, float]:
     tokens *= rollout.longest_row
     again = FORWARD if config.learner.recomputes else 0
     passes = (FORWARD + BACKWARD + again) * config.learner.ppo_epochs
-    first = algorithm.anchor == "recomputed" or config.learner.routing_replay != "off"
+    first = algorithm.anchor == "recomputed" or config.records_routes
     passes += FORWARD * (algorithm.uses_reference + first)
     trained = passes * shape.parameters * tokens / config.learner.ranks / LEARNER_FLOPS_S
     return TOKEN_S * rollout.response_length, trained

@@ -88,10 +88,10 @@ def _micro_batches(
     fill a GPU, and ZeRO-3 gathers all weights for each. A CPU is as fast with one sequence at a
     time, so checkpointing comes last there.
     """
-    learner, longest = config.learner, config.rollout.longest_row
+    learner, longest = config.learner, config.longest_share
     if "auto" not in (learner.tokens_per_micro_batch, learner.gradient_checkpointing):
         return config, ""
-    sizes = [config.micro_batch_tokens]
+    sizes = [config.rank_tokens]
     if learner.tokens_per_micro_batch == "auto":
         halves = [MICRO_BATCH_TOKENS >> times for times in range(MICRO_BATCH_TOKENS.bit_length())]
         sizes = list(dict.fromkeys([*sizes, *(size for size in halves if size > longest), longest]))
@@ -234,8 +234,8 @@ def _remedies(
     config: Config, shape: Shape, placement: Placement, backend: str
 ) -> Iterator[tuple[str, int]]:
     """Give settings that may need less on these machines, each with what it would need."""
-    learner, rollout, longest = config.learner, config.rollout, config.rollout.longest_row
-    tokens, again = config.micro_batch_tokens, learner.recomputes
+    learner, rollout, longest = config.learner, config.rollout, config.longest_share
+    tokens, again = config.rank_tokens, learner.recomputes
 
     def need(changed: Config, of: Shape = shape) -> int:
         return needed_bytes(changed, of, placement, backend)
@@ -245,8 +245,9 @@ def _remedies(
     yield f"learner.tokens_per_micro_batch={longest}", need(_with(config, longest, again))
     actors = max(1, config.cluster.rollout_actors.min)
     spare = 0 if placement.colocated else len(placement.engines) - actors
-    if ranks := max(0, spare) * config.cluster.engine.tensor_parallel_size:
-        ranks += learner.ranks
+    more = max(0, spare) * config.cluster.engine.tensor_parallel_size
+    if more := more // learner.sequence_parallel * learner.sequence_parallel:
+        ranks = learner.ranks + more
         yield f"learner.ranks={ranks}", need(_changed(config, "learner", ranks=ranks))
     stage = 2 if learner.compile else 3
     if stage > learner.zero_stage:
@@ -254,7 +255,7 @@ def _remedies(
     if tokens == longest and rollout.context_length is None:  # shorter ones allow smaller ones
         half = -(-rollout.response_length // 2)
         shorter = _changed(config, "rollout", response_length=half)
-        least = shorter.rollout.longest_row
+        least = shorter.longest_share
         yield (
             f"rollout.response_length={half} with learner.tokens_per_micro_batch={least}",
             need(_with(shorter, least, again)),

@@ -34,7 +34,7 @@ class Shape:
     """`parameters` of the model as engines get it, tied ones once; `trained` ones, adapters
     included; `frozen` ones; its main dimensions. intermediate: what a token sees, of all the
     experts that it is routed to. kv_heads: 0 without attention. active: parameters that a token is
-    multiplied with, if not all.
+    multiplied with, if not all. experts: of a token, in a layer that has some.
     """
 
     parameters: int
@@ -47,6 +47,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     active: int = 0
+    experts: int = 0
     can_recompute: bool = True
     """Whether its activations can be recomputed in the backward pass."""
 
@@ -84,6 +85,7 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
         kv_heads=heads.groups,
         head_dim=heads.size,
         active=parameters - experts.idle if experts else 0,
+        experts=experts.chosen if experts else 0,
         can_recompute=hf.supports_gradient_checkpointing,
     )
 
@@ -249,17 +251,18 @@ def _publication_bytes(shape: Shape, *, size: int, backend: str) -> int:
 
 
 def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
-    """Of one micro-batch: all layers', or with gradient checkpointing one layer's and the input of
-    each, where those are not in host memory; and three pieces of logits.
+    """Of one rank's part of a micro-batch: all layers', or with gradient checkpointing one layer's
+    and the input of each, where those are not in host memory; and three pieces of logits.
     """
-    rollout = config.rollout
-    rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
+    rollout, share = config.rollout, config.learner.sequence_parallel
+    rows = config.mini_batch_groups * rollout.group_size // config.learner.teams or 1
     # responses share their prompt; rows of episodes may each have one of their own
     prompts = min(rows, config.mini_batch_groups) if rollout.context_length is None else rows
     longest = rows * rollout.longest_row
     most = longest - (rows - prompts) * rollout.prompt_length
     budget = config.micro_batch_tokens
-    tokens, positions = min(budget, most), min(REPEATED * budget, longest)
+    # in attention a rank has all positions, and its part of the heads
+    tokens, positions = min(budget, most) // share, min(REPEATED * budget, longest) // share
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
     if not config.learner.recomputes:

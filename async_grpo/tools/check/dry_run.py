@@ -266,7 +266,7 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
         f"{counted(config.learner.ppo_epochs, 'epoch')} x {batch} / "
         f"{config.mini_batch_groups} groups = {config.updates_per_step}, each of "
         f"{config.mini_batch_groups * rollout.group_size} responses over "
-        f"{counted(config.learner.ranks, 'rank')}",
+        f"{counted(config.learner.ranks, 'rank')}{_together(config)}",
     )
     yield (
         "in flight at most",
@@ -285,6 +285,11 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
         f"updates per step - 1 = {counted(config.max_lag_updates, 'optimizer update')}"
         + ("; older tokens get weight 0" if replay.on_stale == "mask" else ""),
     )
+    if most := rollout.most_kept:
+        yield (
+            "a sampled token",
+            f"8 bytes, 2 more, and 4 for each that it is sampled from: at most {10 + 4 * most}",
+        )
     every = config.weight_sync.every_steps
     yield (
         "weight sync",
@@ -341,6 +346,12 @@ def _memory(
         + (f"{shape.active:,} of them for a token, " if shape.active else "")
         + f"{shape.trained:,} trained; {shape.layers} layers, vocabulary {shape.vocabulary:,}",
     )
+    if config.learner.routing_replay == "r3":
+        yield (
+            "a token's experts",
+            f"{shape.layers} layers x {shape.experts} = {shape.layers * shape.experts} bytes on "
+            "the way to the learner, twice as many where a layer has more than 255",
+        )
     for stage in range(0 if element_bytes(config, device) == 4 else 1, 4):
         need = learner_memory(config, shape, device=device, stage=stage, backend=backend)
         chosen = "  <- learner.zero_stage" if stage == config.learner.zero_stage else ""
@@ -437,11 +448,18 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
         )
     if why := crowded(placement):
         yield why
-    if config.mini_batch_groups * rollout.group_size % config.learner.ranks:
+    if config.mini_batch_groups * rollout.group_size % config.learner.teams:
         yield (
             f"{config.mini_batch_groups * rollout.group_size} responses of an update do not "
-            f"divide by learner.ranks {config.learner.ranks}: some ranks get one more"
+            f"divide by learner.ranks {config.learner.ranks}{_together(config)}: some ranks get "
+            "one more"
         )
+
+
+def _together(config: Config) -> str:
+    """Say how many ranks share a sequence; "" where none do."""
+    size = config.learner.sequence_parallel
+    return f", {size} for each sequence" if size > 1 else ""
 
 
 def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterator[str]:

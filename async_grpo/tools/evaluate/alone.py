@@ -105,6 +105,7 @@ def settings(
             "model.lora=null",
             "cluster.layout=auto",  # no learner shares the engine's GPU
             "weight_sync={backend: auto, delta: auto, files: null, lora: merged}",
+            "learner.routing_replay=off",
             f"model.path={json.dumps(model)}",
             f"run.dir={json.dumps(str(run_dir))}",  # where what the run has stored passes
         ]

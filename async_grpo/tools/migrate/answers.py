@@ -108,6 +108,9 @@ algorithm.overlong_buffer.len: overlong_buffer_len overlong_tokens overlong_buff
 algorithm.overlong_buffer.penalty_factor: overlong_penalty_factor overlong_buffer_penalty_factor
 algorithm.mask_truncated: mask_truncated_completions max_len_mask overlong_filtering overlong_filter
 learner.ranks: n_gpus_per_node actor_num_gpus_per_node num_gpus num_learners world_size
+learner.sequence_parallel: ulysses_sequence_parallel_size sequence_parallel_size ulysses_size
+    ring_attn_size context_parallel_size cp_size
+learner.routing_replay: router_replay moe_router_replay
 learner.zero_stage: deepspeed_stage stage
 learner.ppo_epochs: num_iterations num_ppo_epochs update_epochs_per_batch max_epochs update_epochs
 learner.ppo_mini_batch_size: mini_batch_size policy_mini_batch_size minibatch_size

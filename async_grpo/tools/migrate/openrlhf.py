@@ -167,6 +167,7 @@ dynamic_filtering algo.dynamic_filtering_enable=replay.filter_groups.enable gamm
 kl.horizon overlong_penalty_factor entropy_loss_coef actor.entropy_coef zero_stage max_epochs
 train_max_tokens_per_gpu train.max_tokens_per_gpu actor_learning_rate actor.adam.lr=learner.lr
 adam_betas actor.adam.betas l2=learner.weight_decay actor.adam.weight_decay lr_scheduler max_norm
+ring_attn_size=learner.sequence_parallel
 save_steps max_ckpt_num ckpt.max_num=checkpoint.keep wandb_project logger.wandb.project
 vllm_num_engines vllm.num_engines vllm_tensor_parallel_size vllm.tensor_parallel_size
 vllm_gpu_memory_utilization vllm.gpu_memory_utilization enforce_eager

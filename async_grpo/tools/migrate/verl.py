@@ -221,6 +221,7 @@ actor.use_kl_loss actor.kl_loss_coef actor.entropy_coeff actor.calculate_entropy
 actor.optim.lr=learner.lr actor.optim.betas actor.optim.weight_decay actor.grad_clip
 actor.optim.clip_grad enable_gradient_checkpointing
 enable_activation_offload=learner.activation_offload
+actor.ulysses_sequence_parallel_size=learner.sequence_parallel
 async_training.trigger_parameter_sync_step trainer.test_freq trainer.val_before_train
 data.val_max_samples=evaluation.max_samples rollout.val_kwargs.temperature=evaluation.temperature
 trainer.save_freq trainer.max_actor_ckpt_to_keep trainer.resume_mode trainer.logger=tracking.mlflow
@@ -271,6 +272,8 @@ ppo_kl_coef
     rule.words("actor.strategy", "learner.zero_stage", {
         "fsdp": 3, "fsdp2": 3, "megatron": "- DeepSpeed shards here, by `learner.zero_stage`",
     }, "FSDP shards parameters, as ZeRO-3 does; a lower stage is faster where they fit"),
+    rule.words("actor.router_replay.mode", "learner.routing_replay",
+               {"disabled": "off", "R2": "r2", "R3": "r3"}),
     rule.same("rollout.val_kwargs.n", "evaluation.n", "besides the greedy one here")
         .when(rule.on("val_kwargs.do_sample"), "without do_sample evaluations are greedy"),
     rule.by("rollout.val_kwargs.do_sample", lambda value, source: (

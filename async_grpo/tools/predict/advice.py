@@ -126,6 +126,7 @@ def best_split(work: Workload, *, engine_gpus: int) -> Advised | None:
         )
         for engines in range(1, (gpus - 1) // engine_gpus + 1)
         for ranks in [gpus - engines * engine_gpus]
+        if ranks % work.team == 0
     }
     first = sorted(tried, key=lambda split: min(tried[split].limits().values()), reverse=True)
     now = (work.ranks, work.actors)

@@ -37,6 +37,7 @@ _KEPT = re.compile(
     r"|forfeited|capacity|in_flight|pass_rate/\d)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)"
     r"|weights/(syncs|repeated|dropped_engines|until_live_s)"
+    r"|weights/(sampler|kv_cache|version)_error(_max|_share)?|train/routes_changed"
 )
 _TOTALS = (
     "goodput/",

@@ -25,6 +25,7 @@ from async_grpo.tools.report.facts import (
     tiles,
 )
 from async_grpo.tools.report.failures import failures, slowest
+from async_grpo.tools.report.mismatch import COLUMNS, MEANING, NOTHING, mismatch
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #24292f;
@@ -88,6 +89,7 @@ def page(
         if svg is not None or plot.absent
     ]
     sections += [
+        ("mismatch", "Learner against engines", _mismatch(data)),
         ("samples", "Sample responses", _samples(data)),
         ("failures", "What failed, and what was slow", _failures(data)),
         ("restarts", "What restarted", _restarts(data)),
@@ -127,6 +129,12 @@ def _picture(plot: Plot, svg: str | None, notes: Sequence[str]) -> str:
     said = "".join(f"<p>{_text(note)}</p>" for note in notes)
     drawn = f"<p>{_text(plot.meaning)}</p>{svg}"
     return (drawn if svg is not None else f"<p>{_text(plot.absent)}</p>") + said
+
+
+def _mismatch(data: RunData) -> str:
+    rows = mismatch(data)
+    table = _table(COLUMNS, rows) if rows else ""
+    return f"<p>{_text(MEANING if rows else NOTHING)}</p>{table}"
 
 
 def _samples(data: RunData) -> str:

@@ -262,13 +262,13 @@ async def test_hostile_bodies_are_refused_or_answered() -> None:
         head = {"Authorization": f"Bearer {ask.key}"}
         codes: Counter[int] = Counter()
         async with httpx.AsyncClient(headers=head, timeout=20) as client:
-            for number in range(240):
+            for number in range(120):
                 body = {"model": "m"} | {name: some(draw) for name in draw.sample(fields, 4)}
                 path = ("/responses", "/messages", "/chat/completions")[number % 3]
                 reply = await client.post(ask.url + path, content=json.dumps(body))
                 codes[reply.status_code] += 1
         assert set(codes) <= {200, 400}, codes
-        assert codes[400] > 120
+        assert codes[400] > 60
 
 
 def test_a_call_with_numbers_that_are_none_is_an_answer() -> None:

@@ -130,10 +130,10 @@ async def test_a_worker_that_goes_away_before_it_has_work_takes_none_with_it() -
 
 
 @pytest.mark.parametrize(
-    ("alive", "lease_s"), [("silent", 0.6), ("heartbeat", 2.0), ("request", 2.0)]
+    ("alive", "lease_s"), [("silent", 0.6), ("heartbeat", 1.2), ("request", 1.2)]
 )
 async def test_a_lease_lapses_when_nothing_is_heard(alive: str, lease_s: float) -> None:
-    async with actor_of(Saying("a1", slow_s=2.5), external(lease_s=lease_s)) as actor:
+    async with actor_of(Saying("a1", slow_s=1.5), external(lease_s=lease_s)) as actor:
         episode = actor.play()
         work = await actor.lease()
         assert work is not None and work["lease_s"] == lease_s
@@ -145,7 +145,7 @@ async def test_a_lease_lapses_when_nothing_is_heard(alive: str, lease_s: float) 
             return
         if alive == "heartbeat":
             for _ in range(4):
-                await asyncio.sleep(0.7)
+                await asyncio.sleep(0.4)
                 assert (await actor.post("/work/heartbeat", key)).status_code == 200
         # takes longer than a lease, which begins anew with its answer
         await actor.post("/chat/completions", work["api_key"], ASK)

@@ -164,6 +164,24 @@ def test_routing_replay_of_a_model_without_experts_is_refused(
             list(check_architecture(asked, str(tmp_path / name)))
 
 
+def test_a_model_whose_sequences_ranks_cannot_share_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda _: UNASKED)
+    says = {"mamba2": "mamba2 has layers that need a whole", "llama": "attention has 4 heads"}
+    for name, size in (("mamba2", 2), ("llama", 3), ("llama", 2)):
+        write_family(name, tmp_path / name)
+        asked = config(str(tmp_path / name))
+        changes = {"ranks": size, "sequence_parallel": size}
+        learner = asked.learner.model_copy(update=changes)
+        asked = asked.model_copy(update={"learner": learner})
+        if (name, size) == ("llama", 2):
+            list(check_architecture(asked, str(tmp_path / name)))
+        else:
+            with pytest.raises(SetupError, match=f"sequence_parallel is {size}, .*{says[name]}"):
+                list(check_architecture(asked, str(tmp_path / name)))
+
+
 def test_a_model_whose_own_forward_pass_fails_is_refused() -> None:
     xmod = AutoConfig.for_model(
         "xmod", hidden_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=128,

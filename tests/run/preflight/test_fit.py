@@ -101,6 +101,24 @@ def test_the_first_that_fits_is_chosen(
     assert back == config, "nothing else changes"
 
 
+def test_ranks_that_share_a_sequence_keep_their_parts_of_it() -> None:
+    """A fourth of the activations, and smaller micro-batches than one whole sequence."""
+
+    def asked(size: int, tokens: int | str) -> Config:
+        learner = {"ranks": 4, "sequence_parallel": size, "tokens_per_micro_batch": tokens}
+        return config_of((512, 20_000), learner=learner)
+
+    alone, shared = (
+        learner_memory(asked(size, 20_512 // size), TINY, device="cuda", stage=1).activations
+        for size in (1, 4)
+    )
+    assert shared == pytest.approx(alone / 4, rel=1e-3)
+    shape = _shape("Qwen2.5-7B")
+    found = {size: chosen(asked(size, "auto"), shape, "gpus=8,memory=80") for size in (1, 4)}
+    tokens = {size: one[0].learner.tokens_per_micro_batch for size, one in found.items()}
+    assert tokens[1] == 20_512 and 5_128 <= tokens[4] < 20_512
+
+
 @pytest.mark.parametrize(
     ("given", "parameters", "nodes", "cores"),
     [
@@ -252,6 +270,15 @@ def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
             {"cluster": {"rollout_actors": {"min": 3}}},
             ["learner.ranks=5 (3.5 GiB less)"],
             [],
+        ),
+        (
+            "gpus=8,memory=8",
+            {
+                "cluster": {"rollout_actors": {"min": 3}},
+                "learner": {"ranks": 2, "sequence_parallel": 2},
+            },
+            ["learner.ranks=4 ("],  # the third GPU that is free makes no team
+            ["learner.ranks=5"],
         ),
     ],
 )

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from async_grpo.cluster.placement import place
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.batching import deal
@@ -31,7 +32,13 @@ from async_grpo.run.preflight.memory import (
     shape_of,
 )
 from async_grpo.tasks.registry import create_task
-from async_grpo.tools.check.dry_run import _episode_warnings, _number_format
+from async_grpo.tools.check.dry_run import (
+    _budget,
+    _episode_warnings,
+    _number_format,
+    _warnings,
+    assumed_nodes,
+)
 from async_grpo.tools.check.known_models import known_config, names
 from async_grpo.weights.layout import AHEAD_BYTES
 from tests.support.dry_run_states import config_of, settings
@@ -322,6 +329,21 @@ def test_bfloat16_is_recommended_where_the_processor_has_it(
     assert bool(warnings) == warns
 
 
+@pytest.mark.parametrize(
+    ("size", "over", "warns"), [(1, "4 ranks", True), (2, "4 ranks, 2 for", False)]
+)
+def test_responses_are_divided_over_ranks_that_share_them(size, over, warns) -> None:
+    """Six responses of an update: over two teams evenly, over four ranks not."""
+    config = config_of(
+        rollout={"rollout_batch_size": 1, "group_size": 6},
+        learner={"ranks": 4, "sequence_parallel": size},
+        cluster={"device": "cpu"},
+    )
+    assert f"of 6 responses over {over}" in dict(_budget(config, 1))["updates per step"]
+    told = list(_warnings(config, place(config, assumed_nodes("cpus=16"))))
+    assert any("6 responses of an update do not divide" in line for line in told) == warns
+
+
 @pytest.fixture()
 def seven_billion(tmp_path, monkeypatch) -> list[str]:
     """A run of a model that is not here, on GPUs that are not here."""
@@ -523,3 +545,15 @@ def test_long_episodes_are_warned_of(on_stale: str, says: str) -> None:
             [True] if says else []
         )
     assert warnings("arithmetic") == []
+
+
+def test_the_page_says_how_large_sampled_tokens_are_where_sampling_is_cut() -> None:
+    def line(**rollout: float) -> str | None:
+        values = {"run": {"total_steps": 1}, "model": {"path": "m"}, "rollout": rollout}
+        found: str | None = dict(_budget(Config.model_validate(values), 1)).get("a sampled token")
+        return found
+
+    assert line() is None
+    assert line(top_k=20) == "8 bytes, 2 more, and 4 for each that it is sampled from: at most 90"
+    largest = line(top_p=0.9)
+    assert largest is not None and largest.endswith("at most 2058")

@@ -76,7 +76,7 @@ BARE = {
         ("roll", {"sequence_length": 4096, "prompt_length": 512, "response_length": 99},
          {"rollout.prompt_length": 512, "rollout.response_length": 3584}),
         ("roll", {"actor_infer.generating_args.max_new_tokens": 512},
-         {"rollout.temperature": 0.95, "rollout.top_p": 1.0}),
+         {"rollout.temperature": 0.95, "rollout.top_p": 0.7, "rollout.top_k": 50}),
         ("roll", {"use_kl_loss": True}, {"algorithm.use_kl_loss": False}),
         ("roll", {"add_token_level_kl": True}, {"algorithm.kl_ctrl.kl_coef": 0.2}),
         ("roll", {"actor_train.training_args.gradient_accumulation_steps": 16},

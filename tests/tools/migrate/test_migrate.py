@@ -91,8 +91,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "roll_grpo.yaml": {
         "rollout.rollout_batch_size": 64,
         "rollout.group_size": 8,
-        "rollout.top_p": 1.0,
-        "rollout.top_k": 0,
+        "rollout.top_p": 0.99,
+        "rollout.top_k": 100,
         "rollout.temperature": 0.99,
         "learner.ppo_mini_batch_size": 16,
         "learner.ranks": 16,

@@ -197,6 +197,15 @@ def test_the_split_of_the_gpus(learner_s: float, each: int, ranks: int) -> None:
     assert best == ranks, rates
 
 
+def test_gpus_are_split_into_whole_teams_of_ranks() -> None:
+    """The best split for ranks that are alone leaves none over."""
+    work = replace(BASE, ranks=4, actors=4, learner_s=3.0, max_staleness=6, batch=16)
+    alone = best_split(work, engine_gpus=1)
+    shared = best_split(replace(work, team=4), engine_gpus=1)
+    assert alone is not None and alone.value.startswith("5,")
+    assert shared is None, "four or none"
+
+
 def test_groups_that_wait_for_environments_hold_their_slots() -> None:
     """Engines and learner hardly work: the slots and the waits alone decide, by Little's law."""
     quick = replace(BASE, learner_s=0.01, speed=Speed(((1.0, 4e4), (16.0, 3.2e5))), max_staleness=3)

@@ -55,7 +55,8 @@ PICTURES = [
     "clip_ess",
     "health",
 ]
-SECTIONS = [*PICTURES, "goodput", "timeline", "samples", "failures", "restarts", "configuration"]
+TABLES = ["mismatch", "samples", "failures", "restarts", "configuration"]
+SECTIONS = [*PICTURES, "goodput", "timeline", *TABLES]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
 
 

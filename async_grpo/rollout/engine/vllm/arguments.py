@@ -19,6 +19,10 @@ from async_grpo.errors import SetupError
 
 CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
 CPU_MAX_NUM_SEQS = 256
+TIES = 32
+"""Tokens that are looked for beyond `rollout.top_k`: vLLM keeps those that are as probable as the
+last, and in half precision several are.
+"""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of an engine on a GPU; vLLM's own 2048 is made for short delays."""
 ENGINE_BYTES = 3 * 2**30
@@ -105,6 +109,8 @@ def engine_arguments(
         "worker_extension_cls": "async_grpo.rollout.engine.vllm.worker.WorkerExtension",
         "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
     }
+    if config.learner.routing_replay == "r3":
+        arguments["enable_return_routed_experts"] = True
     if config.model.lm_head_fp32:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.adapter_slots and config.model.lora is not None:
@@ -113,6 +119,8 @@ def engine_arguments(
         targets = config.model.lora.target_modules
         if not isinstance(targets, str):  # vLLM goes by the last parts of names
             arguments["lora_target_modules"] = [one.rpartition(".")[2] for one in targets]
+    if config.rollout.most_kept:
+        arguments["max_logprobs"] = config.rollout.most_kept + TIES
     if cpu:
         arguments["block_size"] = 32
         # vLLM dies of a seeded request whose prompt it computes in several parts.

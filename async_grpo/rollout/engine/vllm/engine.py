@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from async_grpo.rollout.engine.base import Completion, EngineError, Purpose, Sam
 from async_grpo.rollout.engine.speeds import Speeds
 from async_grpo.rollout.engine.vllm.adapters import Adapters
 from async_grpo.rollout.engine.vllm.arguments import (
+    TIES,
     engine_arguments,
     set_environment,
     transfer_name,
@@ -41,6 +43,7 @@ from async_grpo.rollout.engine.vllm.kv_cache import CacheChoice, Mode, cache_mod
 from async_grpo.rollout.engine.vllm.support import adapt, gpu_bytes
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
+from async_grpo.wire.kept import KeptSets
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -295,6 +298,10 @@ class VllmEngine:
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
         options = asdict(sampling)
         options.pop("repetition")
+        most = 0
+        if options.pop("kept"):
+            vocabulary = self._llm.vllm_config.model_config.get_vocab_size()
+            most = min(sampling.top_k + TIES, vocabulary)
         if schema := options.pop("schema"):
             options["structured_outputs"] = StructuredOutputsParams(json=schema)
         if sampling.repetition:
@@ -303,7 +310,7 @@ class VllmEngine:
         params = SamplingParams(
             **options,
             stop_token_ids=[] if sampling.ignore_eos else self.stop_token_ids,
-            logprobs=0,
+            logprobs=most,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -321,7 +328,7 @@ class VllmEngine:
         try:
             outputs = sorted(final.outputs, key=lambda output: output.index)
             seen = first_token, label, final.num_cached_tokens or 0, salt
-            return [_completion(output, *seen) for output in outputs]
+            return [_completion(output, *seen, kept=sampling.kept) for output in outputs]
         except EngineError:
             if purpose == "rollouts":
                 self._counted.cut_off[name] = sum(len(output.token_ids) for output in final.outputs)
@@ -342,7 +349,9 @@ class VllmEngine:
         found: dict[int, Completion] = {}
         label = self._adapters.label(name)
         for state in _states(self._llm, name):
-            found |= {one.index: _completion(one, 0.0, label) for one in _ended(state.parent_req)}
+            kept = state.logprobs_processor.num_logprobs > 0
+            ended = _ended(state.parent_req)
+            found |= {one.index: _completion(one, 0.0, label, kept=kept) for one in ended}
             tokens = state.detokenizer.output_token_ids
             logprobs = state.logprobs_processor.logprobs.logprobs
             if len(tokens) != len(logprobs):
@@ -354,9 +363,10 @@ class VllmEngine:
             labels = [
                 (label or own, start, end) for (own, start), end in zip(starts, ends, strict=False)
             ]
-            found[state.request_index] = Completion(
-                np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), labels, "", 0.0
-            )
+            chunks = (chunk.to_nested_list() for chunk in state.sampling_mask_chunks)
+            sets = _sets([*chain.from_iterable(chunks)], len(tokens)) if kept else None
+            ids, values = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
+            found[state.request_index] = Completion(ids, values, labels, "", 0.0, kept=sets)
         return found
 
     def cut_off(self, name: str) -> int:
@@ -374,21 +384,24 @@ class VllmEngine:
         self, sequences: Sequence[tuple[list[int], list[int]]], top_k: int
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """See `Engine.top_logprobs`."""
-        scored = await asyncio.gather(*[self._scored(*pair, top_k=top_k) for pair in sequences])
-        return [(values, ids) for _, values, ids in scored]
+        asked = [self._scored(*pair, top_k=top_k, reads=True) for pair in sequences]
+        return [(values, ids) for _, values, ids in await asyncio.gather(*asked)]
 
     async def _scored(
-        self, prompt: list[int], response: list[int], *, top_k: int
+        self, prompt: list[int], response: list[int], *, top_k: int, reads: bool = False
     ) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """Labels of the weights, and what `Engine.top_logprobs` gives."""
+        """Labels of the weights, and what `Engine.top_logprobs` gives. reads: of a prompt that was
+        scored before, under the same weights, only the end is computed.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # The one token that is generated carries the label. Where prompt log-probs are wanted, vLLM
-        # reads no cached prefix.
+        # The one token that is generated carries the label. Left to itself, vLLM reads no cached
+        # prefix where prompt log-probs are wanted, since those of the prefix are not computed.
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=top_k,
+            skip_reading_prefix_cache=not reads,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -397,14 +410,19 @@ class VllmEngine:
         await self._steady.wait()
         self._requests += 1
         labels = [self.serving]
-        tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
+        tokens: dict[str, Any] = {"prompt_token_ids": prompt + response}
+        if reads:
+            tokens["cache_salt"] = f"scored {self.serving}"
+        name = f"s{self._requests}"
         with self._adapters.begun(name, self.serving) as (adapter, label), _answering():
             final = await self._counted.final(self._llm, tokens, params, name, "probes", adapter)
         if final is None or final.prompt_logprobs is None:
             raise EngineError("the engine returned no log-probs of a prompt")
+        if (final.num_cached_tokens or 0) >= len(prompt):  # another response began like this one
+            return await self._scored(prompt, response, top_k=top_k)
         labels += [label or span.version for span in final.outputs[0].weight_versions or []]
         found, shape = final.prompt_logprobs, (len(response), 1 + top_k)
-        start = found.start_indices[len(prompt)]  # of each position: its token, then the best
+        start = found.start_indices[-len(response)]  # of each position: its token, then the best
         values = np.asarray(found.logprobs[start:], np.float32).reshape(shape)
         ids = np.asarray(found.token_ids[start:], np.int32).reshape(shape)
         return labels, values, ids[:, 1:]
@@ -639,9 +657,15 @@ def _answering() -> Iterator[None]:
 
 
 def _completion(
-    output: CompletionOutput, first_token: float, label: str, cached_tokens: int = 0, salt: str = ""
+    output: CompletionOutput,
+    first_token: float,
+    label: str,
+    cached_tokens: int = 0,
+    salt: str = "",
+    *,
+    kept: bool,
 ) -> Completion:
-    """label: of all of its tokens; "": what vLLM says."""
+    """label: of all of its tokens; "": what vLLM says. kept: with what each was sampled from."""
     length = len(output.token_ids)
     if output.finish_reason not in ("stop", "length", "repetition"):
         raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
@@ -653,7 +677,8 @@ def _completion(
         raise EngineError(
             f"a response of {length} tokens came without one log-prob per token; it is not trained"
         )
-    spans = output.weight_versions or []
+    spans, routes = output.weight_versions or [], output.routed_experts
+    mask = output.sampling_mask if kept else None
     labels = [(label or span.version, span.start, span.end) for span in spans]
     return Completion(
         token_ids=np.asarray(output.token_ids, np.int32),
@@ -663,4 +688,12 @@ def _completion(
         first_token=first_token,
         cached_tokens=cached_tokens,
         salt=salt,
+        routes=None if routes is None else routes.reshape(len(routes), -1),
+        kept=_sets(mask.token_ids if mask is not None else [], length) if kept else None,
     )
+
+
+def _sets(found: list[list[int]], length: int) -> KeptSets:
+    if len(found) != length:
+        raise EngineError(f"a response of {length} tokens was sampled from {len(found)} sets")
+    return KeptSets.of(found)

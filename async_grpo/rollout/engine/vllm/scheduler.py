@@ -7,6 +7,7 @@ Hides what is held back:
     a step: one token of each response -> held; every sixteenth goes, with those before it
     a first token, a last one, and what carries more than tokens -> goes at once
     a response of at most sixteen tokens -> goes as a whole, at its end
+    the most probable tokens in place of each one, if asked for -> goes as the set that it is from
 
 Invariants: tokens and log-probs arrive in order, and all of one output have one label, since a
 pause, between whose beginning and end labels change, lets go of everything that is held. What the
@@ -28,7 +29,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerIterationDetails
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from async_grpo.wire.groups import SHORT
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 HELD = SHORT
 """Steps whose tokens go together."""
+LOST = 1e-3
+"""Probability that a set may lack: rounding, and what is as improbable as its last tokens."""
 _JOINED = {"request_id", "new_token_ids", "new_logprobs", "num_nans_in_logits", "trace_headers"}
 _BEGUN = ("events", "prefill_stats")
 """What a response's first output carries."""
@@ -121,13 +124,30 @@ def _joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     """Make one output of those of a response, in order; all but the first and the last carry tokens
     only.
     """
-    if len(outputs) == 1:
-        return outputs[0]
     first, last = outputs[0], outputs[-1]
-    last.events = [*(first.events or ()), *(last.events or ())] or None
-    last.prefill_stats = last.prefill_stats or first.prefill_stats
-    last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+    if len(outputs) > 1:
+        last.events = [*(first.events or ()), *(last.events or ())] or None
+        last.prefill_stats = last.prefill_stats or first.prefill_stats
+        last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
     found = [one.new_logprobs[:3] for one in outputs if one.new_logprobs is not None]
     if found:
-        last.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*found, strict=True)))
+        width = min(ids.shape[1] for ids, _, _ in found)  # of what others asked for, there is more
+        cut = [(ids[:, :width], values[:, :width], ranks) for ids, values, ranks in found]
+        ids, values, ranks = map(np.concatenate, zip(*cut, strict=True))
+        last.new_logprobs = LogprobsLists(ids[:, :1], values[:, :1], ranks)
+        if width > 1:
+            last.new_sampling_mask = _sampled_from(ids, values)
     return last
+
+
+def _sampled_from(ids: np.ndarray, logprobs: np.ndarray) -> SamplingMaskLists:
+    """Return the tokens that each token was sampled from: those with a probability, of itself and
+    the most probable ones [tokens, 1 + k]. None of them where there are more, which have LOST
+    together, or are the sampled one.
+    """
+    most, values = ids[:, 1:], logprobs[:, 1:]
+    inside = np.isfinite(values)
+    whole = np.abs(np.exp(values).sum(1, dtype=np.float64) - 1) <= LOST
+    whole &= ((most == ids[:, :1]) & inside).any(1)
+    inside &= whole[:, None]
+    return SamplingMaskLists(most[inside], np.concatenate([[0], inside.sum(1).cumsum()]))

@@ -65,9 +65,9 @@ elif kind == "prints_much":
     for _ in range(64):
         print("x" * 2**16)
     print(RIGHT)
-elif kind == "prints_a_gigabyte":
+elif kind == "prints_256_mb":
     before = reader_mb()
-    for _ in range(512):
+    for _ in range(128):
         sys.stdout.write("x" * 2**20)
         sys.stderr.write("x" * 2**20)
     grown = {"grown_mb": reader_mb() - before}
@@ -98,8 +98,8 @@ elif kind == "unknown_reward":
 elif kind == "hangs":
     time.sleep(600)
 elif kind == "hides_and_hangs":
-    with open(sys.argv[2], "w") as pids:
-        pids.write(f"{os.getpid()} {os.getppid()}")
+    with open(sys.argv[2], "a") as pids:
+        pids.write(f"{os.getpid()} {os.getppid()}\n")
     os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})
 elif kind == "asks_for_ever":
     while True:
