@@ -52,6 +52,7 @@ def test_a_run_that_had_ended_trains_on(home: Path) -> None:
     assert (home / "ended" / "checkpoints" / "step_000006" / "hf").is_dir()
 
 
+@pytest.mark.slow  # its files are read by a fast test too
 @pytest.mark.timeout(200)
 def test_a_run_that_was_killed_repeats_what_its_journal_has_and_goes_on(home: Path) -> None:
     more = ["learner.tokens_per_micro_batch=auto", "learner.gradient_checkpointing=auto"]
