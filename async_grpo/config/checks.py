@@ -244,15 +244,15 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _cut_sampling(config: Config) -> Iterator[str]:
-    """Find what cannot be while each token is sampled from a part of the vocabulary."""
+    """Find what does not go with sampling from a part of the vocabulary."""
     rollout, arguments = config.rollout, config.cluster.engine.vllm
     if not rollout.most_kept:
         return
     cut = f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}"
     if config.algorithm.distill.teacher is not None:
         yield (
-            f"{cut}, and with `algorithm.distill.teacher` they are 1 and 0: the teacher judges the "
-            "distribution that is sampled by its own over all tokens."
+            f"{cut}, but a teacher (`algorithm.distill.teacher`) scores over all tokens, so its "
+            "log-probs cannot be compared: set them to 1 and 0."
         )
     for name in sorted(SPECULATION & arguments.keys()):
         yield (

@@ -443,7 +443,7 @@ weight_sync.every_steps=2 replay.max_staleness=0
 rollout.top_k=513
     `rollout.top_k` is 513 | <= 512
 rollout.top_p=0.9 "frozen={m: {path: a/b}}" algorithm.distill.teacher=m
-    `rollout.top_p` is 0.9 and `rollout.top_k` is 0 | with `algorithm.distill.teacher` they are 1
+    `rollout.top_p` is 0.9 and `rollout.top_k` is 0, but a teacher | set them to 1 and 0
 rollout.top_k=20 "cluster.engine.vllm={speculative_config: {}}"
     `rollout.top_k` is 20 | with `cluster.engine.vllm.speculative_config` engines do not say
 rollout.top_k=20 "cluster.engine.vllm={max_logprobs: 99}"
