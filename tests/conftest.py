@@ -135,6 +135,8 @@ def _environment_of_its_own() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+    joined = getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)()
+    assert not joined, "this module leaves a process group behind; the next one cannot join its own"
 
 
 @pytest.fixture(scope="module")

@@ -113,9 +113,6 @@ def test_a_reference_of_another_shape_cannot_be_refreshed(models: dict[str, str]
         opened(models, make_case(models["policy"]), stage=1, refresh=2, reference="other"),
     ):
         pass
-    import deepspeed
-
-    deepspeed.comm.destroy_process_group()  # the failed learner has no `close`
 
 
 def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> None:

@@ -350,18 +350,32 @@ def open_learner(
     backend: Callable[..., Backend] = DeepspeedBackend,
 ) -> Iterator[Learner]:
     set_rank(rank, world, port or free_port())
-    learner = Learner(
-        config,
-        model_dir=models[name],
-        fetch=case.fetch,
-        device="cpu",
-        total_updates=10,
-        backend=backend,
-    )
+    try:
+        learner = Learner(
+            config,
+            model_dir=models[name],
+            fetch=case.fetch,
+            device="cpu",
+            total_updates=10,
+            backend=backend,
+        )
+    except BaseException:
+        leave_group()  # what failed has no `close`
+        raise
     try:
         yield learner
     finally:
         learner.close()
+
+
+def leave_group() -> None:
+    """Leave the process group that a failed learner joined, for torch and DeepSpeed."""
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
