@@ -208,6 +208,8 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
 
 
 PROMPTS, CANDIDATES, TOKENS = 16, 64, 32
+PROMPT_TOKENS = 16_384
+"""With so many tokens, prompts of `probe_sequences` are enough: they are computed several times."""
 
 
 async def probe_sequences(
@@ -228,7 +230,7 @@ async def probe_sequences(
             continue
         if len(prompt) < room:
             prompts.append(prompt)
-        if len(prompts) == PROMPTS:
+        if len(prompts) == PROMPTS or sum(map(len, prompts)) >= PROMPT_TOKENS:
             break
     if not prompts:
         raise SetupError(

@@ -398,7 +398,7 @@ class LoadPathCheck:
         return await self._within(engine, engine.probe_sequences())
 
     async def _within(self, engine: EngineHandle, work: Awaitable[Any]) -> Any:
-        seconds = self._config.weight_sync.deadlines.acknowledge_s
+        seconds = self._config.rollout.longest_group_s
         try:
             # which, unlike `wait_for`, swallows no cancellation
             async with self._gpu.turn("engines"), asyncio.timeout(seconds):
@@ -406,7 +406,7 @@ class LoadPathCheck:
         except TimeoutError as error:
             raise TimeoutError(
                 f"the test responses of {engine.actor_id} took longer than "
-                f"weight_sync.deadlines.acknowledge_s = {seconds:g} s"
+                f"{seconds:g} s: use shorter prompts, or raise rollout.group_timeout_s"
             ) from error
 
 
@@ -418,6 +418,7 @@ class DriftProbe:
 
     def __init__(self, config: Config, tolerance: Tolerance, gpu: Apart) -> None:
         self._settings, self._tolerance = config.weight_sync, tolerance
+        self._longest_s = config.rollout.longest_group_s
         self._gpu = gpu
         self.sequences: list[TokenSequence] = []
         self.owed: set[str] = set()
@@ -475,8 +476,7 @@ class DriftProbe:
 
     async def _ask(self, engine: EngineHandle) -> None:
         self.owed.add(engine.actor_id)
-        limit = self._settings.deadlines.acknowledge_s
-        async with self._gpu.turn("engines"), asyncio.timeout(limit):
+        async with self._gpu.turn("engines"), asyncio.timeout(self._longest_s):
             scored = await engine.score(self.sequences)
         labels = {label for own, _ in scored for label in own}
         if len(labels) != 1 or (label := labels.pop()) not in self._expected:

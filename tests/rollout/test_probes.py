@@ -10,7 +10,13 @@ import pytest
 from async_grpo.config.schema import RolloutConfig
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine.base import Completion, Sampling
-from async_grpo.rollout.evaluator import PROMPTS, TOKENS, PromptTooLong, probe_sequences
+from async_grpo.rollout.evaluator import (
+    PROMPT_TOKENS,
+    PROMPTS,
+    TOKENS,
+    PromptTooLong,
+    probe_sequences,
+)
 
 
 class Engine:
@@ -54,6 +60,13 @@ async def test_an_engine_has_room_to_score_every_one(response: int) -> None:
 async def test_there_are_256_tokens_where_responses_are_long() -> None:
     found = await probed([5] * 99, prompt=8, response=100)
     assert len(found) == PROMPTS and sum(len(ids) for _, ids, _ in found) >= 256
+
+
+@pytest.mark.parametrize(("length", "count"), [(5_000, 4), (4_096, 4), (1_024, 16), (40_000, 1)])
+async def test_long_prompts_are_few(length: int, count: int) -> None:
+    found = await probed([length] * 99, prompt=length, response=100)
+    assert len(found) == count
+    assert sum(len(prompt) for prompt, _, _ in found) < PROMPT_TOKENS + length
 
 
 @pytest.mark.parametrize(

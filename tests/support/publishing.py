@@ -25,11 +25,13 @@ def config(
     acknowledge_s: float = 5.0,
     every: int = 1,
     verify_every: int = 0,
+    group_timeout_s: float | None = None,
 ) -> Config:
     return Config.model_validate(
         {
             "run": {"total_steps": 9},
             "model": {"path": "m"},
+            "rollout": {"group_timeout_s": group_timeout_s},
             "replay": {"max_staleness": every - 1},
             "weight_sync": {
                 "self_check": self_check,

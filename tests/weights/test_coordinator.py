@@ -373,6 +373,26 @@ async def test_a_newcomer_that_ignores_weights_ends_the_run() -> None:
     assert newcomer not in run.members
 
 
+@pytest.mark.parametrize("limit_s", [30.0, 0.05])
+async def test_responses_of_a_test_have_the_time_of_a_group(limit_s: float) -> None:
+    """Where prompts are long, they take longer than weights do to arrive."""
+    run = Fixture(config(acknowledge_s=0.05, group_timeout_s=limit_s))
+    say = run.members[0].probe_sequences
+
+    async def slow() -> Any:
+        await asyncio.sleep(0.2)
+        return await say()
+
+    run.members[0].probe_sequences = slow
+    if limit_s > 1:
+        await run.coordinator.start(0)
+    else:
+        with pytest.raises(
+            TimeoutError, match=r"of a0 took longer than 0\.05 s: .*group_timeout_s"
+        ):
+            await run.coordinator.start(0)
+
+
 @pytest.mark.parametrize("failure", ["late", "torn"])
 async def test_a_newcomer_that_cannot_take_the_weights_is_not_admitted(failure: str) -> None:
     run = Fixture(config(acknowledge_s=0.05))
