@@ -376,7 +376,7 @@ async def test_a_newcomer_that_ignores_weights_ends_the_run() -> None:
 @pytest.mark.parametrize("limit_s", [30.0, 0.05])
 async def test_responses_of_a_test_have_the_time_of_a_group(limit_s: float) -> None:
     """Where prompts are long, they take longer than weights do to arrive."""
-    run = Fixture(config(acknowledge_s=0.05, group_timeout_s=limit_s))
+    run = Fixture(config(acknowledge_s=0.05, group_timeout_s=limit_s, verify_every=1))
     say = run.members[0].probe_sequences
 
     async def slow() -> Any:
