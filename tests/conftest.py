@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if system_rank(item.nodeid) is not None:
             item.add_marker("system")
     items.sort(key=_place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is not begun before `TESTS_BEGIN_BEFORE` (seconds since 1970)."""
+    if time.time() >= float(os.environ.get("TESTS_BEGIN_BEFORE", "inf")):
+        pytest.skip("not begun before TESTS_BEGIN_BEFORE: the machine is too slow for all tests")
 
 
 def _place(item: pytest.Item) -> int:
