@@ -38,6 +38,7 @@ _KEPT = re.compile(
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)"
     r"|weights/(syncs|repeated|dropped_engines|until_live_s)"
     r"|weights/(sampler|kv_cache|version)_error(_max|_share)?|train/routes_changed"
+    r"|rollout/kept_overflows"
 )
 _TOTALS = (
     "goodput/",

@@ -33,6 +33,7 @@ _CAUSES = {
 }
 """Metric -> the cause in words, and settings."""
 _ROUTES = "train/routes_changed"
+_OVERFLOWS = "rollout/kept_overflows"
 
 
 def mismatch(data: RunData) -> list[tuple[str, ...]]:
@@ -52,6 +53,9 @@ def mismatch(data: RunData) -> list[tuple[str, ...]]:
         part = f"{sum(changed) / len(changed):.2%} of picks"
         said = _settings(data, "learner.routing_replay model.router")
         rows.append(("other experts: routing", part, "", "", said))
+    if most := max(data.series(_OVERFLOWS)[1], default=0):
+        said = _settings(data, "rollout.top_k rollout.top_p model.lm_head_fp32")
+        rows.append(("sampled from unknown sets: support", f"{most:.0f} groups again", "", "", said))
     return rows
 
 

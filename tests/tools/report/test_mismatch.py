@@ -14,6 +14,7 @@ from async_grpo.tools.report.page import page
 
 CONFIG = """
 replay: {max_staleness: 4}
+rollout: {top_k: 40, top_p: 0.9}
 model: {dtype: bfloat16, lm_head_fp32: true}
 algorithm: {anchor: recomputed, importance: {level: token}, clip_schedule: {name: harmonic}}
 weight_sync: {kv_cache: keep}
@@ -63,6 +64,14 @@ def test_caches_and_routes_have_rows_where_they_were_measured(tmp_path: Path) ->
     assert caches[4].startswith("weight_sync.kv_cache is keep")
     assert routes[:2] == ("other experts: routing", "3.00% of picks")
     assert len(routes) == len(caches) == len(COLUMNS)
+
+
+def test_groups_whose_sampled_tokens_were_in_no_known_set_have_a_row(tmp_path: Path) -> None:
+    """The metric counts from the run's start."""
+    known = [step(1) | {"rollout/kept_overflows": 2.0}, step(2) | {"rollout/kept_overflows": 3.0}]
+    [sets] = mismatch(run_of(tmp_path, *known))
+    assert sets[:4] == ("sampled from unknown sets: support", "3 groups again", "", "")
+    assert sets[4] == "rollout.top_k is 40, rollout.top_p is 0.9, model.lm_head_fp32 is True"
 
 
 def test_what_was_not_measured_has_no_row(tmp_path: Path) -> None:
