@@ -5,10 +5,13 @@ through the backend's division.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from async_grpo.config.schema import Config
 from async_grpo.learner.backend.base import Backend
-from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend
+from async_grpo.learner.backend.deepspeed.backend import DeepspeedBackend, without_mlflow
 from async_grpo.learner.backend.process_group import join
 from async_grpo.learner.division import WHOLE, Division
 from async_grpo.learner.model import PolicyModel
@@ -36,6 +39,7 @@ from tests.support.learners import (
     open_learner,
     plain_model,
     reference_losses,
+    run_ranks,
     split,
     train,
     write_neighbour,
@@ -162,6 +166,29 @@ class PlainBackend:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def say_whether_mlflow_is_there(rank: int, path: str) -> None:
+    loaded = [name for name in ("deepspeed", "mlflow") if name in sys.modules]
+    Path(path).write_text(" ".join(loaded))
+
+
+def test_a_rank_imports_deepspeed_without_mlflow(tmp_path: Path) -> None:
+    """It would take a quarter of the time that a rank takes to start."""
+    run_ranks(say_whether_mlflow_is_there, str(tmp_path / "loaded"), seconds=300, ranks=1)
+    assert (tmp_path / "loaded").read_text() == "deepspeed"
+
+
+def test_mlflow_can_be_imported_after_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    with without_mlflow(), pytest.raises(ImportError):
+        importlib.import_module("mlflow")
+    assert "mlflow" not in sys.modules
+    loaded = ModuleType("mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", loaded)
+    with without_mlflow():
+        assert importlib.import_module("mlflow") is loaded
+    assert sys.modules["mlflow"] is loaded
 
 
 def plain() -> Made:

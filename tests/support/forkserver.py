@@ -15,15 +15,16 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-PRELOADED = [
-    "async_grpo.learner.learner",
-    "deepspeed",
-    "async_grpo.weights.transport",
-    "async_grpo.rollout.engine.vllm.worker",
-    "tests.support.learners",
-    "tests.support.nccl_over_gloo",
-]
+PRELOADED = ["tests.support.rank_imports", "tests.support.learners"]
 """None of them starts a thread of Python's or of torch's, which a fork would lose."""
+ENGINES = ["async_grpo.rollout.engine.vllm.worker", "tests.support.nccl_over_gloo"]
+
+
+def import_engines() -> None:
+    """Let children begin with vLLM, too. For modules whose children receive weights, when they are
+    imported.
+    """
+    PRELOADED.extend(name for name in ENGINES if name not in PRELOADED)
 
 
 def context() -> ForkServerContext:

@@ -38,6 +38,8 @@ from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, MixedModel, bit_equal, make_sender
 
+forkserver.import_engines()
+
 BUCKET_S, RENDEZVOUS_S, ACKNOWLEDGE_S, GRACE_S = 0.6, 2.5, 6.0, 0.5
 LATE_S = 10.0
 attempt_s = 3 * BUCKET_S + GRACE_S + RENDEZVOUS_S + BUCKET_S

@@ -53,6 +53,8 @@ from tests.support.models import write_model
 from tests.support.nccl_over_gloo import Control
 from tests.support.processes import free_port
 
+forkserver.import_engines()
+
 DEADLINE_S, START_S = 60.0, 150.0
 EXACT, VISIBLE = 1e-4, 1e-3
 TEMPERATURE = 0.8

@@ -55,7 +55,9 @@ def mismatch(data: RunData) -> list[tuple[str, ...]]:
         rows.append(("other experts: routing", part, "", "", said))
     if most := max(data.series(_OVERFLOWS)[1], default=0):
         said = _settings(data, "rollout.top_k rollout.top_p model.lm_head_fp32")
-        rows.append(("sampled from unknown sets: support", f"{most:.0f} groups again", "", "", said))
+        rows.append(
+            ("sampled from unknown sets: support", f"{most:.0f} groups again", "", "", said)
+        )
     return rows
 
 
