@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from async_grpo.runtime.garbage import keep_startup
+from tests.support.machine_speed import TOO_SLOW, slowness
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("no deadline")
@@ -116,14 +117,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: list the module in SYSTEM, do not mark it")
         if system_rank(item.nodeid) is not None:
             item.add_marker("system")
+        if slowness() > 1:
+            _give_time(item)
     items.sort(key=_place)
+
+
+def _give_time(item: pytest.Item) -> None:
+    """Let a test take as much longer as this machine is slower."""
+    given = item.get_closest_marker("timeout")
+    seconds, named = (given.args[0], given.kwargs) if given else (item.config.getini("timeout"), {})
+    item.add_marker(pytest.mark.timeout(float(seconds) * slowness(), **named), append=False)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is not begun before `TESTS_BEGIN_BEFORE` (seconds since 1970)."""
+    """Skip what this machine is too slow for: a system, and what has not begun before
+    `TESTS_BEGIN_BEFORE` (seconds since 1970).
+    """
     if time.time() >= float(os.environ.get("TESTS_BEGIN_BEFORE", "inf")):
         pytest.skip("not begun before TESTS_BEGIN_BEFORE: the machine is too slow for all tests")
+    if item.get_closest_marker("system") is not None and slowness() > TOO_SLOW:
+        pytest.skip(f"the machine computes {slowness():.1f} times slower: systems miss deadlines")
 
 
 def _place(item: pytest.Item) -> int:

@@ -27,6 +27,7 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel, load_model, model_class
 from async_grpo.wire import codec
 from tests.support import forkserver
+from tests.support.machine_speed import slowness
 from tests.support.processes import free_port
 
 STEP = 3
@@ -315,7 +316,7 @@ def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float, ranks:
         join=False,
         start_method="forkserver",
     )
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * slowness()
     try:
         while not context.join(timeout=1.0, grace_period=2.0):
             assert time.monotonic() < deadline, f"the ranks did not finish within {seconds:g} s"

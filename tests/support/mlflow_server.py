@@ -15,6 +15,7 @@ from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.tracking.mlflow_sink import MlflowSink
 from async_grpo.observe.tracking.sink import TrackerSink
 from async_grpo.observe.tracking.tracker import Tracker
+from tests.support.machine_speed import slowness
 from tests.support.processes import free_port
 
 WITHIN_S = 120.0
@@ -49,7 +50,7 @@ def _tracker(
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + WITHIN_S * slowness()
     while not condition():
         assert time.monotonic() < deadline, f"not within {WITHIN_S:.0f} s: {what}"
         time.sleep(0.02)

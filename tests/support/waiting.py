@@ -1,4 +1,6 @@
-"""Waits on conditions and on the processes of a run, with deadlines."""
+"""Waits on conditions and on the processes of a run, with deadlines, which are longer on a slow
+machine.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from tests.support.machine_speed import slowness
 
 
 def alive(pid: int) -> bool:
@@ -18,7 +22,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * slowness()
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
         time.sleep(0.02)
@@ -28,7 +32,7 @@ def wait_until(
     condition: Callable[[], Any], seconds: float, what: str, *, log: Path | None = None
 ) -> Any:
     """The first true value of `condition`, within a deadline. log: shown where there is none."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * slowness()
     while not (value := condition()):
         if time.monotonic() > deadline:
             said = "" if log is None else f":\n{log.read_text()[-3000:]}"
@@ -44,4 +48,4 @@ def ask(trainer: Any, work: Awaitable[Any], *, seconds: float = 120.0) -> Any:
         return await work
 
     loop = trainer.system.event_loop
-    return asyncio.run_coroutine_threadsafe(awaited(), loop).result(timeout=seconds)
+    return asyncio.run_coroutine_threadsafe(awaited(), loop).result(timeout=seconds * slowness())

@@ -25,6 +25,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.run.checkpoint import directory as checkpoint
 from async_grpo.run.trainer import Trainer
+from tests.support.machine_speed import slowness
 from tests.support.models import write_model
 from tests.support.waiting import ask, wait_until
 
@@ -102,7 +103,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
                 "catching the victim at work",
             )
             os.kill(pid, signal.SIGKILL)
-            told["metrics"].append(training.result(timeout=400))
+            told["metrics"].append(training.result(timeout=400 * slowness()))
         told["history"] = ask(
             trainer,
             trainer.system.queue.call(
