@@ -53,10 +53,10 @@ def mismatch(data: RunData) -> list[tuple[str, ...]]:
         part = f"{sum(changed) / len(changed):.2%} of picks"
         said = _settings(data, "learner.routing_replay model.router")
         rows.append(("other experts: routing", part, "", "", said))
-    if most := max(data.series(_OVERFLOWS)[1], default=0):
+    if again := max(data.series(_OVERFLOWS)[1], default=0):
         said = _settings(data, "rollout.top_k rollout.top_p model.lm_head_fp32")
         rows.append(
-            ("sampled from unknown sets: support", f"{most:.0f} groups again", "", "", said)
+            ("sampled from unknown sets: support", f"{again:.0f} groups again", "", "", said)
         )
     return rows
 
