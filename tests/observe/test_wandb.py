@@ -24,6 +24,7 @@ from async_grpo.observe.tracking.sink import Point
 from async_grpo.observe.tracking.tracker import Tracker
 from async_grpo.observe.tracking.wandb_sink import WandbSink
 from async_grpo.tools.report.sync import sync
+from tests.support.machine_speed import slowness
 from tests.support.mlflow_server import _until
 from tests.support.wandb_server import WandbServer
 
@@ -53,6 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb_sink, "INIT_TIMEOUT_S", wandb_sink.INIT_TIMEOUT_S * slowness())
 
 
 def tracker_in(run_dir: Path, notes: list[str] | None = None, **options: Any) -> Tracker:

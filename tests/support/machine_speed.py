@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from functools import cache
 
-TOO_SLOW = 4.0
+TOO_SLOW = 3.0
 """From here on deadlines of running systems (heartbeats, weight syncs, restarts) do not fit."""
 USUAL_S = 0.012
 

@@ -142,7 +142,7 @@ def test_what_is_printed_is_read_and_thrown_away() -> None:
 @PRELOADED
 def test_memory_is_what_a_program_has_not_what_it_reserves(preload: list[str]) -> None:
     """As the runtimes of other languages do; 20 GiB here."""
-    environment = {"memory_mb": 1024}
+    environment = {"memory_mb": 1024, "step_timeout_s": 200.0}
     config = config_of(
         [*script("failing"), "reserves"], environment=environment, options={"preload": preload}
     )
