@@ -136,7 +136,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if time.time() >= float(os.environ.get("TESTS_BEGIN_BEFORE", "inf")):
         pytest.skip("not begun before TESTS_BEGIN_BEFORE: the machine is too slow for all tests")
-    if item.get_closest_marker("system") is not None and slowness() > TOO_SLOW:
+    starts_ray = item.get_closest_marker("system") is not None or item.nodeid.startswith(FIRST)
+    if starts_ray and slowness() > TOO_SLOW:
         pytest.skip(f"the machine computes {slowness():.1f} times slower: systems miss deadlines")
 
 

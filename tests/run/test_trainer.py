@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,31 @@ def chosen(one: Trainer) -> Path | None:
     return check_run(one.config, notes=one.model_notes).checkpoint
 
 
-def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model: str) -> None:
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Trainer]:
+    """It has tried the model in an engine, which takes long."""
+    with trainer(tmp_path_factory.mktemp("checked") / "run", model) as one:
+        one.check()
+        yield one
+
+
+def test_restore_goes_on_from_the_checkpoint_that_is_named(
+    checked: Trainer, tmp_path: Path
+) -> None:
     paths = []
     for step in (3, 6):
-        directory = checkpoint.begin(tmp_path / "run", step)
+        directory = checkpoint.begin(Path(checked.config.run.dir), step)
         (directory / "queue.json").write_text("{}")
         paths.append(checkpoint.commit(directory, {"step": step}))
-    with trainer(tmp_path / "run", model) as one:
-        one.check()
-        assert chosen(one) == paths[1]
-        one.restore(paths[0])
-        assert chosen(one) == paths[0]
-        with pytest.raises(SetupError, match="has no manifest"):
-            one.restore(tmp_path)
+    assert chosen(checked) == paths[1]
+    checked.restore(paths[0])
+    assert chosen(checked) == paths[0]
+    with pytest.raises(SetupError, match="has no manifest"):
+        checked.restore(tmp_path)
 
 
-def test_components_without_weight_are_second_opinions(tmp_path: Path, model: str) -> None:
-    with trainer(tmp_path / "run", model) as one:
-        one.check()
-        assert one._log.reward_watch.opinions == ["format"]
+def test_components_without_weight_are_second_opinions(checked: Trainer) -> None:
+    assert checked._log.reward_watch.opinions == ["format"]
 
 
 def damaged_run(run_dir: Path, *steps: int) -> None:
