@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import hypothesis
 import pytest
 
 from async_grpo.runtime.garbage import keep_startup
-from tests.support.machine_speed import TOO_SLOW, slowness
+from tests.support.machine_speed import slowness
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("no deadline")
@@ -127,18 +126,6 @@ def _give_time(item: pytest.Item) -> None:
     given = item.get_closest_marker("timeout")
     seconds, named = (given.args[0], given.kwargs) if given else (item.config.getini("timeout"), {})
     item.add_marker(pytest.mark.timeout(float(seconds) * slowness(), **named), append=False)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what this machine is too slow for: a system, and what has not begun before
-    `TESTS_BEGIN_BEFORE` (seconds since 1970).
-    """
-    if time.time() >= float(os.environ.get("TESTS_BEGIN_BEFORE", "inf")):
-        pytest.skip("not begun before TESTS_BEGIN_BEFORE: the machine is too slow for all tests")
-    starts_ray = item.get_closest_marker("system") is not None or item.nodeid.startswith(FIRST)
-    if starts_ray and slowness() > TOO_SLOW:
-        pytest.skip(f"the machine computes {slowness():.1f} times slower: systems miss deadlines")
 
 
 def _place(item: pytest.Item) -> int:

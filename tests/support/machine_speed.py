@@ -1,5 +1,5 @@
-"""How slow this machine computes. Deadlines of tests, and of the runs in them, were chosen on usual
-ones; a virtual machine whose host is throttled can be six times slower for hours.
+"""How slow this machine computes. Limits of time of tests were chosen on usual ones; a virtual
+machine whose host is throttled can be six times slower for hours.
 """
 
 from __future__ import annotations
@@ -7,8 +7,6 @@ from __future__ import annotations
 import time
 from functools import cache
 
-TOO_SLOW = 3.0
-"""From here on deadlines of running systems (heartbeats, weight syncs, restarts) do not fit."""
 USUAL_S = 0.012
 
 
