@@ -66,6 +66,26 @@ SYSTEM = (
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
 longest first, so that none of them is begun last."""
+LATER = (
+    "tests/chaos/test_resume.py",
+    "tests/system/test_jobs.py",
+    "tests/run/checkpoint/test_recorded_runs.py",
+    "tests/cluster/test_queue_death.py",
+    "tests/cluster/test_autoscaling.py",
+    "tests/cluster/test_elastic_engine.py",
+    "tests/run/test_recovery.py",
+    "tests/system/test_learning.py",
+    "tests/system/test_model_runs.py",
+    "tests/system/test_kept_sets.py",
+    "tests/system/test_library_runs.py",
+    "tests/system/test_chain.py",
+    "tests/system/test_chain_controls.py",
+    "tests/system/test_core_alone.py",
+    "tests/system/test_doctor_system.py",
+    "tests/system/test_recipes_system.py",
+    "tests/tools/serve/test_command.py",
+)
+"""Systems that `make test-all` runs, and `make test-system` does not."""
 LIGHT = (
     FIRST,
     "tests/cluster/test_placement.py",
@@ -92,6 +112,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     needs_system = system_rank(path) is not None
     left_out = "not system" in wanted if needs_system else wanted.startswith("system")
+    left_out = left_out or ("not slow" in wanted and path.startswith(LATER))
     if "and alone" in wanted:
         left_out = left_out or "mark.alone" not in collection_path.read_text(encoding="utf-8")
     return True if left_out else None
@@ -116,6 +137,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: list the module in SYSTEM, do not mark it")
         if system_rank(item.nodeid) is not None:
             item.add_marker("system")
+        if item.nodeid.startswith(LATER):
+            item.add_marker("slow")
         if slowness() > 1:
             _give_time(item)
     items.sort(key=_place)
@@ -162,13 +185,6 @@ def _one_thread() -> None:
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
-    """Begins to import at once, where a module that was collected may start children."""
-    if "tests.support.forkserver" in sys.modules:
-        sys.modules["tests.support.forkserver"].begin()
 
 
 @pytest.fixture(scope="session")

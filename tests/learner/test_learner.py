@@ -229,7 +229,15 @@ def test_a_learner_leaves_an_engine_on_its_gpu_room(
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "name"), [(0, "plain"), (1, "tied"), (2, "plain"), (3, "tied")])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (0, "plain"),
+        pytest.param(1, "tied", marks=pytest.mark.slow),
+        pytest.param(2, "plain", marks=pytest.mark.slow),
+        (3, "tied"),
+    ],
+)
 def test_the_gradient_does_not_depend_on_the_micro_batches(
     stage: int, name: str, models: dict[str, str]
 ) -> None:

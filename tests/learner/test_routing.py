@@ -575,6 +575,7 @@ def rank_main(rank: int, port: int, models: dict[str, str], wanted: list[Any]) -
         assert_history(train(learner, case, splits), wanted)
 
 
+@pytest.mark.slow
 def test_ranks_and_stages_make_no_difference(models: dict[str, str]) -> None:
     """Two ranks that divide the model equal one; in the second epoch sequences change the rank."""
     found: list[Any] = []

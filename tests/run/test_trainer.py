@@ -50,8 +50,11 @@ def chosen(one: Trainer) -> Path | None:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Trainer]:
-    """It has tried the model in an engine, which takes long."""
+    """It takes the model for one that has been tried, which takes an engine
+    (tests/run/preflight/test_architecture_check.py).
+    """
     with trainer(tmp_path_factory.mktemp("checked") / "run", model) as one:
+        one.model_notes = []
         one.check()
         yield one
 

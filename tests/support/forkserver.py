@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -32,12 +31,6 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
     return found
-
-
-def begin() -> None:
-    """Let the server import beside the tests that come before the first one with a child."""
-    context()
-    forkserver.ensure_running()
 
 
 class InThisEnvironment:
