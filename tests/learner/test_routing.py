@@ -441,7 +441,9 @@ def unmoved(learner: Learner) -> Iterator[None]:
     learner.policy.step = step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [TRAINED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINED[1:])]
+)
 def test_ratios_of_weights_that_do_not_move_are_one(models: dict[str, str], name: str) -> None:
     farthest = {}
     for replay in ("off", "r2"):

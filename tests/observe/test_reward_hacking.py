@@ -67,7 +67,16 @@ def agrees(at: float) -> Line:
     return healthy(at) | {"same": 0.2 + 0.7 * at, "repeated": 0.7 * at}
 
 
-@pytest.mark.parametrize("each", [healthy, flat, thinks_longer, collapses, agrees])
+@pytest.mark.parametrize(
+    "each",
+    [
+        healthy,
+        pytest.param(flat, marks=pytest.mark.slow),
+        thinks_longer,
+        pytest.param(collapses, marks=pytest.mark.slow),
+        pytest.param(agrees, marks=pytest.mark.slow),
+    ],
+)
 def test_healthy_runs_are_left_alone(each: Callable[[float], Line]) -> None:
     alarms = [text for seed in range(200) for text in told(run(seed, each))]
     assert len(alarms) <= 1

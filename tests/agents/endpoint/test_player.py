@@ -227,12 +227,12 @@ def test_what_a_program_leaves_behind_is_ended(preload: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("preload", "killed"),
     [
-        ([], "player"),
+        pytest.param([], "player", marks=pytest.mark.slow),
         (["openai"], "player"),
         ([], "player, whose child is stopped"),
         ([], "guard"),
-        ([], "child"),
-        ([], "guard, then player"),
+        pytest.param([], "child", marks=pytest.mark.slow),
+        pytest.param([], "guard, then player", marks=pytest.mark.slow),
     ],
     ids=str,
 )
