@@ -70,6 +70,7 @@ LATER = (
     "tests/chaos/test_resume.py",
     "tests/system/test_jobs.py",
     "tests/run/checkpoint/test_recorded_runs.py",
+    "tests/weights/test_adapter_sync.py",
     "tests/cluster/test_queue_death.py",
     "tests/cluster/test_autoscaling.py",
     "tests/cluster/test_elastic_engine.py",

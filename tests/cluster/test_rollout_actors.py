@@ -37,6 +37,7 @@ from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, 
 from async_grpo.weights.transport import Announcement
 from tests.support.fake_actor import DiesOnce, Slow, StandIn
 from tests.support.listener import RecordingListener
+from tests.support.machine_speed import slowness
 from tests.support.models import ModuleOwner
 from tests.support.relay_nodes import configured
 
@@ -235,6 +236,7 @@ async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) 
     assert reservations() == []
 
 
+@pytest.mark.slow
 async def test_below_the_minimum_the_run_ends(cluster, extra, tmp_path) -> None:
     node = extra(1)
     async with fleet(cluster, tmp_path, rollout_actors={"min": 2, "max": 2}) as here:
@@ -276,6 +278,7 @@ async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
         assert reservations() == ["CREATED"]
 
 
+@pytest.mark.slow
 async def test_a_fault_that_is_long_ago_is_forgiven(cluster, tmp_path, monkeypatch) -> None:
     async with fleet(cluster, tmp_path, rollout_actors={"max": 1}, restart_budget=1) as here:
         for died in ("actor-0.0", "actor-0.1"):
@@ -304,6 +307,7 @@ async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_
         await here.until(lambda: here.ids == ["actor-0.1"], "a replacement")
 
 
+@pytest.mark.slow
 async def test_who_dies_while_the_run_starts_is_replaced(
     cluster, extra, tmp_path, monkeypatch
 ) -> None:
@@ -317,6 +321,7 @@ async def test_who_dies_while_the_run_starts_is_replaced(
         assert death.startswith("actor-1.0 died while the run started (ActorDiedError: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 2])
 async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_is_enough(
     cluster, extra, tmp_path, monkeypatch, least: int
@@ -339,6 +344,7 @@ async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_
         assert any("the restart budget is spent; 1 rollout" in note for note in here.notes)
 
 
+@pytest.mark.slow
 async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) -> None:
     async with fleet(
         cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=0
@@ -363,6 +369,7 @@ async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) ->
         assert here.ids == [added, again]
 
 
+@pytest.mark.slow
 async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
     cluster, extra, tmp_path, monkeypatch
 ) -> None:
@@ -382,6 +389,7 @@ async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
 # ---- weights on a node without a learner ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ray", "files"])
 def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path, way) -> None:
     added = extra(1)
@@ -442,7 +450,7 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path, way
         assert not Path(newest.payload["path"]).exists()
 
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 60))
+        asyncio.run(asyncio.wait_for(scenario(), 60 * slowness()))
     finally:
         sender.close()
         remove_segments(key, tmp_path)

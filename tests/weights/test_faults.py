@@ -34,14 +34,15 @@ from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support import forkserver, nccl_over_gloo
 from tests.support.listener import RecordingListener
+from tests.support.machine_speed import slowness
 from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, MixedModel, bit_equal, make_sender
 
 forkserver.import_engines()
 
-BUCKET_S, RENDEZVOUS_S, ACKNOWLEDGE_S, GRACE_S = 0.6, 2.5, 6.0, 0.5
-LATE_S = 10.0
+BUCKET_S, GRACE_S = 0.6, 0.5
+RENDEZVOUS_S, ACKNOWLEDGE_S, LATE_S = (seconds * slowness() for seconds in (2.5, 6.0, 10.0))
 attempt_s = 3 * BUCKET_S + GRACE_S + RENDEZVOUS_S + BUCKET_S
 """No publication may take longer than its deadlines allow, plus this."""
 BUCKETS = 3

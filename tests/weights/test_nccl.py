@@ -501,6 +501,7 @@ def assert_serves(serving: Serving, version: int, models: dict[int, torch.nn.Mod
         assert np.abs(completion.logprobs - before).mean() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
 def test_publications_reach_a_real_engine(serving: Serving, control: Control, packed: bool) -> None:
     device = f"cuda:{sender_device()}" if GPUS else "cpu"

@@ -531,6 +531,7 @@ def check_answer(answer: Answer, serving: Serving) -> None:
             assert np.abs(recorded - by_label[other][start:end]).mean() > VISIBLE
 
 
+@pytest.mark.slow
 def test_kept_caches_mix_policies_but_not_records(
     engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -697,6 +698,7 @@ def test_long_responses_live_through_publications(
         check_answer(answer, serving)
 
 
+@pytest.mark.slow
 def test_an_engine_chooses_by_what_it_measured(
     engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -914,9 +916,8 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
         yield control
 
 
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 3]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_steps_are_bit_equal_with_and_without_overlap(
     control: Control, tmp_path: Path, stage: int
 ) -> None:
