@@ -19,9 +19,36 @@ from tests.support.families import FAMILIES, config_of, write_family
 
 LOGPROBS, GRADIENTS = 2e-5, 2e-4
 """Largest differences that are rounding: in nats, and as a share of the largest gradient."""
+KINDS = {
+    "bloom",
+    "deepseek_v3",
+    "falcon_h1",
+    "gemma2",
+    "gemma3_vision",
+    "glm4_moe",
+    "gpt2",
+    "gpt_oss",
+    "llama_tied",
+    "mamba2",
+    "mistral_window",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "smollm3",
+}
+"""One family of each kind of layer; the others are slow."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow)
+        for name in sorted(FAMILIES)
+    ],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     directory = tmp_path_factory.mktemp(request.param)
     write_family(request.param, directory)

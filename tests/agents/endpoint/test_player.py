@@ -270,6 +270,7 @@ def said(path: Path) -> str:
     return text if text.endswith("all\n") else ""
 
 
+@pytest.mark.slow
 def test_a_forked_program_is_as_one_that_was_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

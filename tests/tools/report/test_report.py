@@ -379,6 +379,7 @@ def test_means_and_colours() -> None:
     )
 
 
+@pytest.mark.slow
 def test_episodes_and_pass_rates_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     text = (run / "metrics.jsonl").read_text()
