@@ -84,7 +84,10 @@ LATER = (
     "tests/system/test_core_alone.py",
     "tests/system/test_doctor_system.py",
     "tests/system/test_recipes_system.py",
+    "tests/learner/test_sharded_memory.py",
+    "tests/rollout/test_bfloat16_check.py",
     "tests/tools/serve/test_command.py",
+    "tests/models/test_learner_passes.py",
 )
 """Systems that `make test-all` runs, and `make test-system` does not."""
 LIGHT = (

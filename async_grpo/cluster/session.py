@@ -17,15 +17,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,14 @@ RESERVED_POLL_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
 START_S = 180.0
 """Longest wait for the node of a Ray that is started here."""
+AGENT_PORTS = (
+    "dashboard_agent_listen_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+)
+OWN_PORTS = range(28_000, 32_768)
+"""Neither Ray nor Linux gives one of these to whoever asks for any port."""
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
@@ -388,15 +396,20 @@ def _own_sigterm() -> Iterator[None]:
 def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
     """Start no autoscaler and no log monitor, which a cluster of one machine does not need, leave
     the ports that `ray start` wants to a cluster that may be started beside it, and wait for a node
-    longer than Ray's 30 seconds, which are few where others use the cores. Ray's processes get a
-    session of their own: a signal to the whole process group, as `timeout`, systemd and batch
-    systems send it, is for the driver, which ends them in order.
+    longer than Ray's 30 seconds, which are few where others use the cores. Ray's agents are told
+    their ports: a node waits until they have chosen some, which takes seconds of imports, and ends
+    itself after 15 seconds (issue 65983 of ray-project/ray). Ray's processes get a session of their
+    own: a signal to the whole process group, as `timeout`, systemd and batch systems send it, is
+    for the driver, which ends them in order.
     """
     usual, get_node = ray_parameter.RayParams, services.get_node
     popen = services.ConsolePopen
-    ray_parameter.RayParams = partial(
-        usual, include_log_monitor=False, no_monitor=True, dashboard_agent_listen_port=0
-    )
+    ports = dict(zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)), strict=True))
+
+    def own_params(**options: Any) -> Any:
+        return usual(**options | ports, include_log_monitor=False, no_monitor=True)
+
+    ray_parameter.RayParams = own_params
     deadline = time.monotonic() + START_S
 
     def patient(*args: Any, **options: Any) -> Any:
@@ -409,13 +422,30 @@ def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
                 check()
                 time.sleep(RESERVED_POLL_S)
 
+    def own_process(command: list[str], **options: Any) -> Any:
+        if Path(command[0]).name == "raylet":  # Ray tells it the other three
+            command = [*command, f"--{AGENT_PORTS[0]}={ports[AGENT_PORTS[0]]}"]
+        return popen(command, start_new_session=True, **options)
+
     services.get_node = patient
-    services.ConsolePopen = partial(popen, start_new_session=True)
+    services.ConsolePopen = own_process
     try:
         yield
     finally:
         ray_parameter.RayParams, services.get_node = usual, get_node
         services.ConsolePopen = popen
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports of `OWN_PORTS` that nothing on this machine listens at."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,10 @@ def test_a_local_cluster_has_a_token_of_its_own_and_no_autoscaler_or_log_monitor
     ]
     assert told["clients"] == [1, 0] and "InvalidAuthToken" in told["refused"]
     assert not told["stranger"], "another user reads the environment of Ray's processes"
-    assert any("raylet" in line for line in told["lines"])
+    [raylet] = [line for line in told["lines"] if line.partition(" ")[0].endswith("/raylet")]
+    for name in session.AGENT_PORTS:  # with 0 or none it would wait for the agent's own choice
+        [port] = re.findall(rf" --{name.replace('_', '[-_]')}=(\d+)(?= --|$)", raylet)[-1:]
+        assert int(port) in session.OWN_PORTS, raylet
     assert not [line for line in told["lines"] if "log_monitor" in line or "monitor.py" in line]
 
 

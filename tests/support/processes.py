@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_grpo.runtime import lifetime
 
-_PORTS, _WORKERS, _TRIES = range(20_000, 32_000), 8, 1_000
+_PORTS, _WORKERS, _TRIES = range(20_000, 28_000), 8, 1_000
 _TAKEN: set[int] = set()
 
 
