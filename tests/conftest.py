@@ -83,6 +83,7 @@ LATER = (
     "tests/system/test_chain_controls.py",
     "tests/system/test_core_alone.py",
     "tests/system/test_doctor_system.py",
+    "tests/system/test_post_mortem_system.py",
     "tests/system/test_recipes_system.py",
     "tests/learner/test_sharded_memory.py",
     "tests/rollout/test_bfloat16_check.py",

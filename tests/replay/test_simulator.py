@@ -49,6 +49,7 @@ def test_a_scenario_always_gives_the_same_run() -> None:
     assert first.steps == second.steps and first.metrics == second.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

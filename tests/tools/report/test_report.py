@@ -412,6 +412,7 @@ def test_what_is_no_run_is_refused(
     assert verbs.report([str(run_dir), "--steps", "500-510"]) == 2
 
 
+@pytest.mark.slow
 def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) -> None:
     nothing, line = write_report(tmp_path)
     assert (
