@@ -2,8 +2,9 @@
 
 `make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) beside all tests that
 need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the tests
-marked `system`: first those marked `alone`, which look at everything that the machine has or use it
-up, then the others, two modules at a time.
+marked `system`, one after the other: a fault is answered within deadlines, which a system beside it
+would use up. `make test-all` runs the slow ones, too: first those marked `alone`, which look at
+everything that the machine has or use it up, then the others, two modules at a time.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ longest first, so that none of them is begun last."""
 LATER = (
     "tests/chaos/test_resume.py",
     "tests/system/test_jobs.py",
+    "tests/weights/test_publication.py",
+    "tests/cluster/test_rollout_actors.py",
     "tests/run/checkpoint/test_recorded_runs.py",
     "tests/weights/test_adapter_sync.py",
     "tests/cluster/test_queue_death.py",

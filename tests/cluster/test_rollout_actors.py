@@ -82,7 +82,7 @@ class Fleet:
         return [engine.actor_id for engine in self.manager.alive()]
 
     async def until(self, condition: Callable[[], object], what: str, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * slowness()
         while not condition():
             assert time.monotonic() < deadline, (
                 f"{what} did not happen: {self.notes}, {self.fatal}, {self.ids}"

@@ -533,6 +533,7 @@ def test_publications_reach_a_real_engine(serving: Serving, control: Control, pa
         assert {e.pid for e in ends}.isdisjoint({e.pid for e in control.events("end", rank=0)})
 
 
+@pytest.mark.slow
 def test_what_changed_reaches_a_real_engine(serving: Serving) -> None:
     """It loads all of it from the copy that it keeps: the layers that changed, and the others."""
     device = f"cuda:{sender_device()}" if GPUS else "cpu"

@@ -613,6 +613,7 @@ async def salted(engine: VllmEngine, prompt: list[int], salt: str) -> tuple[np.n
     )
 
 
+@pytest.mark.slow
 def test_scores_name_every_version_that_they_may_be_of(
     engines: Engines, gang: Gang, tmp_path: Path
 ) -> None:
