@@ -3,8 +3,8 @@
 `make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) beside all tests that
 need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the tests
 marked `system`, one after the other: a fault is answered within deadlines, which a system beside it
-would use up. `make test-all` runs the slow ones, too: first those marked `alone`, which look at
-everything that the machine has or use it up, then the others, two modules at a time.
+would use up. First come those marked `alone`, which look at everything that the machine has or use
+it up. `make test-all` runs the slow ones, too; those that are not `alone` two modules at a time.
 """
 
 from __future__ import annotations
