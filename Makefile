@@ -43,7 +43,7 @@ test: install  ## run a real training run, a kill and a resume, and all fast tes
 
 test-system: install  ## run the tests that start systems: Ray, engines, learner ranks
 	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" $(ARGS)
-	@$(IN_VENV) python -m pytest -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 
 coverage:  ## run the same as `test`, and print which branches it executes
 	@$(MAKE) --no-print-directory test ARGS="--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)"

@@ -2,9 +2,8 @@
 
 `make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) beside all tests that
 need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the tests
-marked `system`, one after the other: a fault is answered within deadlines, which a system beside it
-would use up. First come those marked `alone`, which look at everything that the machine has or use
-it up. `make test-all` runs the slow ones, too; those that are not `alone` two modules at a time.
+marked `system`: first those marked `alone`, which look at everything that the machine has or use it
+up, then the others, two modules at a time. `make test-all` runs the slow ones, too.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ LATER = (
     "tests/chaos/test_resume.py",
     "tests/system/test_jobs.py",
     "tests/weights/test_publication.py",
+    "tests/weights/test_faults.py",
     "tests/cluster/test_rollout_actors.py",
     "tests/run/checkpoint/test_recorded_runs.py",
     "tests/weights/test_adapter_sync.py",
@@ -91,6 +91,13 @@ LATER = (
     "tests/learner/test_sharded_memory.py",
     "tests/rollout/test_bfloat16_check.py",
     "tests/tools/serve/test_command.py",
+    "tests/hosts/",
+    "tests/replay/test_queue_kills.py",
+    "tests/agents/endpoint/test_publications.py",
+    "tests/learner/test_adapters.py",
+    "tests/learner/test_checkpoint.py",
+    "tests/tools/predict/test_rehearsal.py",
+    "tests/run/preflight/test_architecture_check.py",
     "tests/models/test_learner_passes.py",
 )
 """Systems that `make test-all` runs, and `make test-system` does not."""
