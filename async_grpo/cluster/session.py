@@ -424,7 +424,8 @@ def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
 
     def own_process(command: list[str], **options: Any) -> Any:
         if Path(command[0]).name == "raylet":  # Ray tells it the other three
-            command = [*command, f"--{AGENT_PORTS[0]}={ports[AGENT_PORTS[0]]}"]
+            missing = "dashboard_agent_listen_port"
+            command = [*command, f"--{missing}={ports[missing]}"]
         return popen(command, start_new_session=True, **options)
 
     services.get_node = patient
