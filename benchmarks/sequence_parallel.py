@@ -1,5 +1,6 @@
 """What ranks that share each sequence save and cost: `python -m benchmarks.sequence_parallel
-[--tokens 4096 16384 65536] [--shared 1 2 4] [--rounds 3] [--smoke] [--out JSON] [--docs FILE]`.
+[--tokens 4096 16384 65536] [--shared 1 2 4] [--layers 4] [--rounds 3] [--smoke] [--out JSON]
+[--docs FILE]`.
 
 A learner step trains two sequences of so many tokens, one after the other, with `learner.ranks` as
 many as `learner.sequence_parallel`: CPU ranks with one thread each, ZeRO-1, a Qwen2 with random
@@ -38,7 +39,6 @@ from benchmarks.harness import (
 from benchmarks.learner.arm import Batch, Ours, Work
 from benchmarks.tails import PROMPT_TOKENS, TailModel
 
-MODEL = TailModel("4M", 256, 4, positions=65_536)
 MEMORY_AIM, SPEED_AIM = 1.1, 0.8
 SEQUENCES, TIMEOUT_S = 2, 3_600.0
 
@@ -116,6 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments_of("sequence_parallel", "What ranks that share each sequence save and cost.")
     parser.add_argument("--tokens", nargs="+", type=int, default=[4_096, 16_384, 65_536])
     parser.add_argument("--shared", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--rounds", type=int, default=3)
     add_smoke(parser)
     arguments = parser.parse_args(argv)
@@ -124,7 +125,8 @@ def main(argv: list[str] | None = None) -> None:
         lengths, shared, rounds = [256], [1, 2], 1
     report = Report("sequence_parallel", machine("torch", "deepspeed", "transformers"))
     with tempfile.TemporaryDirectory(prefix="sequence-parallel-") as temporary:
-        path = MODEL.write(Path(temporary) / MODEL.name)
+        model = TailModel("long", 256, arguments.layers, positions=65_536)
+        path = model.write(Path(temporary) / model.name)
         for tokens in lengths:
             arms = {}
             for ranks in shared:

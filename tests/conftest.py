@@ -3,7 +3,8 @@
 `make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) beside all tests that
 need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the tests
 marked `system`: first those marked `alone`, which look at everything that the machine has or use it
-up, then the others, two modules at a time. `make test-all` runs the slow ones, too.
+up, then the others, two modules at a time. `make test-all` runs the slow ones, too. Tests marked
+`later` and modules in `LATER` are slow on a machine that computes much slower than usual.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hypothesis
 import pytest
 
 from async_grpo.runtime.garbage import keep_startup
-from tests.support.machine_speed import slowness
+from tests.support.machine_speed import TOO_SLOW, slowness
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("no deadline")
@@ -100,7 +101,9 @@ LATER = (
     "tests/run/preflight/test_architecture_check.py",
     "tests/models/test_learner_passes.py",
 )
-"""Systems that `make test-all` runs, and `make test-system` does not."""
+"""Systems that are `later` as a whole."""
+IN_TIME = slowness() <= TOO_SLOW
+"""Whether tests marked `later` are not `slow` here."""
 LIGHT = (
     FIRST,
     "tests/cluster/test_placement.py",
@@ -127,10 +130,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     needs_system = system_rank(path) is not None
     left_out = "not system" in wanted if needs_system else wanted.startswith("system")
-    left_out = left_out or ("not slow" in wanted and path.startswith(LATER))
+    left_out = left_out or (not IN_TIME and "not slow" in wanted and path.startswith(LATER))
     if "and alone" in wanted:
         left_out = left_out or "mark.alone" not in collection_path.read_text(encoding="utf-8")
     return True if left_out else None
+
+
+def pytest_report_header() -> list[str]:
+    """Say on a slow machine what is left out: a result that shows less must look like it."""
+    if IN_TIME:
+        return []
+    return [f"{slowness():.1f} times slower than a usual machine: tests marked `later` are slow"]
 
 
 def pytest_collectstart() -> None:
@@ -152,7 +162,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: list the module in SYSTEM, do not mark it")
         if system_rank(item.nodeid) is not None:
             item.add_marker("system")
-        if item.nodeid.startswith(LATER):
+        if not IN_TIME and (item.nodeid.startswith(LATER) or item.get_closest_marker("later")):
             item.add_marker("slow")
         if slowness() > 1:
             _give_time(item)

@@ -236,7 +236,7 @@ async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) 
     assert reservations() == []
 
 
-@pytest.mark.slow
+@pytest.mark.later
 async def test_below_the_minimum_the_run_ends(cluster, extra, tmp_path) -> None:
     node = extra(1)
     async with fleet(cluster, tmp_path, rollout_actors={"min": 2, "max": 2}) as here:
@@ -278,7 +278,7 @@ async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
         assert reservations() == ["CREATED"]
 
 
-@pytest.mark.slow
+@pytest.mark.later
 async def test_a_fault_that_is_long_ago_is_forgiven(cluster, tmp_path, monkeypatch) -> None:
     async with fleet(cluster, tmp_path, rollout_actors={"max": 1}, restart_budget=1) as here:
         for died in ("actor-0.0", "actor-0.1"):
@@ -307,7 +307,7 @@ async def test_an_actor_that_answers_nothing_is_named_and_leaves_what_waits_for_
         await here.until(lambda: here.ids == ["actor-0.1"], "a replacement")
 
 
-@pytest.mark.slow
+@pytest.mark.later
 async def test_who_dies_while_the_run_starts_is_replaced(
     cluster, extra, tmp_path, monkeypatch
 ) -> None:
@@ -321,7 +321,7 @@ async def test_who_dies_while_the_run_starts_is_replaced(
         assert death.startswith("actor-1.0 died while the run started (ActorDiedError: ")
 
 
-@pytest.mark.slow
+@pytest.mark.later
 @pytest.mark.parametrize("least", [1, 2])
 async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_is_enough(
     cluster, extra, tmp_path, monkeypatch, least: int
@@ -344,7 +344,7 @@ async def test_a_machine_without_memory_is_named_and_the_least_number_of_actors_
         assert any("the restart budget is spent; 1 rollout" in note for note in here.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.later
 async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) -> None:
     async with fleet(
         cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=0
@@ -369,7 +369,7 @@ async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) ->
         assert here.ids == [added, again]
 
 
-@pytest.mark.slow
+@pytest.mark.later
 async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
     cluster, extra, tmp_path, monkeypatch
 ) -> None:
@@ -389,7 +389,7 @@ async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
 # ---- weights on a node without a learner ----
 
 
-@pytest.mark.slow
+@pytest.mark.later
 @pytest.mark.parametrize("way", ["ray", "files"])
 def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path, way) -> None:
     added = extra(1)

@@ -45,7 +45,7 @@ KINDS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in KINDS else pytest.mark.later)
         for name in sorted(FAMILIES)
     ],
 )

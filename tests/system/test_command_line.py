@@ -214,9 +214,11 @@ def test_a_missing_file_is_exit_2(tmp_path, capsys):
     assert "none.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.later
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("group", [True, False], ids=["group", "driver"])
+@pytest.mark.parametrize(
+    "group", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["group", "driver"]
+)
 def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
     home = home / f"first-{group}"
     home.mkdir()

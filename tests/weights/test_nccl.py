@@ -501,7 +501,7 @@ def assert_serves(serving: Serving, version: int, models: dict[int, torch.nn.Mod
         assert np.abs(completion.logprobs - before).mean() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.later
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
 def test_publications_reach_a_real_engine(serving: Serving, control: Control, packed: bool) -> None:
     device = f"cuda:{sender_device()}" if GPUS else "cpu"
@@ -533,7 +533,7 @@ def test_publications_reach_a_real_engine(serving: Serving, control: Control, pa
         assert {e.pid for e in ends}.isdisjoint({e.pid for e in control.events("end", rank=0)})
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_what_changed_reaches_a_real_engine(serving: Serving) -> None:
     """It loads all of it from the copy that it keeps: the layers that changed, and the others."""
     device = f"cuda:{sender_device()}" if GPUS else "cpu"
@@ -585,4 +585,22 @@ def test_an_engine_that_dies_is_noticed_by_both_sides(serving: Serving, control:
         )
         time.sleep(0.05)
     sender.stage(Version(0, 100).label, verify=False)  # it waits for the thread, which has ended
+    sender.close()
+
+
+@only_doubles
+def test_a_group_without_its_engines_is_refused_and_closes_its_socket_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's way to make the store closes the descriptor again: an error of its own, or a file that
+    another thread opened meanwhile.
+    """
+    from async_grpo.rollout.engine.vllm import nccl
+
+    monkeypatch.setattr(nccl, "within", lambda seconds, what, work: work())  # the store ends first
+    sender = make_sender(ModuleOwner(MixedModel()), deadlines=Deadlines(rendezvous_s=0.2))
+    sender.connect("127.0.0.1", [1])
+    refused = sender.rendezvous()
+    assert refused.startswith("the learner could not form a group with the engines: ")
+    assert "Bad file descriptor" not in refused
     sender.close()

@@ -531,7 +531,7 @@ def check_answer(answer: Answer, serving: Serving) -> None:
             assert np.abs(recorded - by_label[other][start:end]).mean() > VISIBLE
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_kept_caches_mix_policies_but_not_records(
     engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,7 +613,7 @@ async def salted(engine: VllmEngine, prompt: list[int], salt: str) -> tuple[np.n
     )
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_scores_name_every_version_that_they_may_be_of(
     engines: Engines, gang: Gang, tmp_path: Path
 ) -> None:
@@ -699,7 +699,7 @@ def test_long_responses_live_through_publications(
         check_answer(answer, serving)
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_an_engine_chooses_by_what_it_measured(
     engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -917,7 +917,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
         yield control
 
 
-@pytest.mark.slow
+@pytest.mark.later
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_steps_are_bit_equal_with_and_without_overlap(
     control: Control, tmp_path: Path, stage: int

@@ -245,7 +245,7 @@ def test_the_states_of_a_real_rank(tmp_path, stage, dtype) -> None:
     assert 0.9 * estimate <= measured <= 1.1 * estimate, (measured, estimate)
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_a_dry_run_starts_and_leaves_nothing(model, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
@@ -276,7 +276,7 @@ def test_a_dry_run_starts_and_leaves_nothing(model, tmp_path, capsys, monkeypatc
     assert load_config(path).rollout.rollout_batch_size == 32  # it can be used as it is
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     base = [

@@ -153,7 +153,7 @@ def test_the_table_says_what_was_measured(run_dir: Path) -> None:
     assert said["held-out problems"] == "4 of task jsonl"
 
 
-@pytest.mark.slow
+@pytest.mark.later
 def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
     """The real command, from a directory of its own and without training data: numbers alone on
     stdout, nothing left.

@@ -28,12 +28,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -159,14 +161,19 @@ class NcclSender(WeightSender):
         def join() -> Any:
             if device != "cpu":
                 torch.cuda.set_device(device)  # of this thread
-            group = StatelessProcessGroup.create(
+            members = self._group["world_size"]
+            # not by `StatelessProcessGroup.create`: without all members it closes the descriptor
+            # again that its store has closed, so perhaps a file of another thread
+            store = TCPStore(
                 self._group["master_address"],
                 self._group["master_port"],
-                rank=0,
-                world_size=self._group["world_size"],
-                store_timeout=max(1, round(seconds)),
-                listen_socket=listener,
+                members,
+                is_master=True,
+                timeout=timedelta(seconds=seconds),
+                use_libuv=False,
+                master_listen_fd=listener.detach(),
             )
+            group = StatelessProcessGroup(rank=0, world_size=members, store=store)
             with unpinned_nccl_env():
                 return pynccl.PyNcclCommunicator(
                     group, device=torch.accelerator.current_device_index()
