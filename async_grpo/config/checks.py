@@ -248,16 +248,17 @@ def _cut_sampling(config: Config) -> Iterator[str]:
     rollout, arguments = config.rollout, config.cluster.engine.vllm
     if not rollout.most_kept:
         return
-    cut = f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}"
+    given = rollout.model_dump(include={"top_p", "top_k", "min_p"}, exclude_defaults=True)
+    cut = " and ".join(f"`rollout.{name}` is {value:g}" for name, value in given.items())
     if config.algorithm.distill.teacher is not None:
         yield (
             f"{cut}, but a teacher (`algorithm.distill.teacher`) scores over all tokens, so its "
-            "log-probs cannot be compared: set them to 1 and 0."
+            "log-probs cannot be compared: leave one out."
         )
     for name in sorted(SPECULATION & arguments.keys()):
         yield (
             f"{cut}, and with `cluster.engine.vllm.{name}` engines do not say from which tokens "
-            "they sample: remove it, or set them to 1 and 0."
+            "they sample: leave one out."
         )
     if "max_logprobs" in arguments:
         yield f"{cut}, which decides about `cluster.engine.vllm.max_logprobs`: remove it."

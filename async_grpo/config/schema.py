@@ -358,7 +358,11 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most probable tokens that have this probability together."""
     top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = 0
-    """Sample from so many most probable tokens; 0: from all, or from 512 with `top_p` below 1."""
+    """Sample from so many most probable tokens; 0: from all, or from 512 where `top_p` or `min_p`
+    leaves tokens out.
+    """
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens that are less probable than this share of the most probable one."""
     repetition_times: Annotated[int | None, Field(ge=2)] = None
     """End a response, or a turn of an episode, that says the same this many times in a row; it is
     scored, with the finish reason `repetition`. Null: never.
@@ -377,7 +381,7 @@ class RolloutConfig(Section):
     @property
     def most_kept(self) -> int:
         """Most tokens of which each one is sampled; 0: all, and no sets are kept."""
-        return self.top_k or (MOST_KEPT if self.top_p < 1 else 0)
+        return self.top_k or (MOST_KEPT if self.top_p < 1 or self.min_p > 0 else 0)
 
     @property
     def repetition(self) -> tuple[int, int] | None:

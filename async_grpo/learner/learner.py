@@ -338,7 +338,8 @@ class Learner:
             if lacks or (kept is not None and kept.ids.max(initial=0) >= self._vocabulary):
                 raise ValueError(
                     f"step {plan.step}: group {key[0]} does not say from which of the policy's "
-                    "tokens each was sampled: it was with another `rollout.top_p` or `top_k`"
+                    "tokens each was sampled: it was with another `rollout.top_p`, `top_k` or "
+                    "`min_p`"
                 )
 
     def train(

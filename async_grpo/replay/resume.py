@@ -362,7 +362,7 @@ def identity(config: Config, fingerprint: str) -> str:
         )
         # those that older runs do not have count where they are set
         | config.rollout.model_dump(
-            include={"turn_length", "context_length", "max_turns", "top_p", "top_k"},
+            include={"turn_length", "context_length", "max_turns", "top_p", "top_k", "min_p"},
             exclude_defaults=True,
         ),
     }

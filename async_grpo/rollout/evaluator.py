@@ -104,6 +104,7 @@ class EngineEvaluator:
             temperature=0.0,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             repetition=rollout.repetition,
         )
         temperature = evaluation.temperature or rollout.temperature

@@ -26,6 +26,7 @@ _OPTIONS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (Real, lambda value: 0 <= value <= 2, "a number of 0 to 2"),
     "top_p": (Real, lambda value: 0 < value <= 1, "a number above 0, at most 1"),
     "top_k": (Integral, lambda value: value >= -1, "a whole number; 0 is all tokens"),
+    "min_p": (Real, lambda value: 0 <= value <= 1, "a number of 0 to 1"),
 }
 """Kind and range of each option of `generate`: what vLLM takes."""
 
@@ -79,6 +80,7 @@ def sampling_of(rollout: RolloutConfig, asked: Mapping[str, Any]) -> Sampling:
         temperature=float(asked.get("temperature", rollout.temperature)),
         top_p=float(asked.get("top_p", rollout.top_p)),
         top_k=int(asked.get("top_k", rollout.top_k)),
+        min_p=float(asked.get("min_p", rollout.min_p)),
     )
     if sampling.max_tokens > longest:
         raise RunError(f"max_tokens is 1 to rollout.response_length = {longest}")

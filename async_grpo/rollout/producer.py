@@ -429,6 +429,7 @@ class GroupProducer(EngineHost):
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.most_kept,
+            min_p=rollout.min_p,
             seed=hash63(config.seed, work.ticket.group_id) if config.seeded else None,
             repetition=rollout.repetition,
             kept=rollout.most_kept > 0,

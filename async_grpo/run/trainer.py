@@ -333,8 +333,8 @@ class Trainer:
     def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[list[Generated]]:
         """Sample from the live weights: for each prompt (text, or chat messages) its `n` responses.
 
-        sampling: `n` (1), `max_tokens`, `temperature`, `top_p`, `top_k`; by default those of
-        `rollout`. Actors go on with their groups meanwhile. A response has `text`, `token_ids`,
+        sampling: `n` (1), `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`; by default those
+        of `rollout`. Actors go on with their groups meanwhile. A response has `text`, `token_ids`,
         `logprobs`, `weights` (label per token) and `finish_reason`. Raises RunError.
         """
         asked = prompts_of(prompts), sampling_of(self.config.rollout, sampling)

@@ -443,11 +443,11 @@ weight_sync.every_steps=2 replay.max_staleness=0
 rollout.top_k=513
     `rollout.top_k` is 513 | <= 512
 rollout.top_p=0.9 "frozen={m: {path: a/b}}" algorithm.distill.teacher=m
-    `rollout.top_p` is 0.9 and `rollout.top_k` is 0, but a teacher | set them to 1 and 0
+    `rollout.top_p` is 0.9, but a teacher | leave one out
 rollout.top_k=20 "cluster.engine.vllm={speculative_config: {}}"
-    `rollout.top_k` is 20 | with `cluster.engine.vllm.speculative_config` engines do not say
-rollout.top_k=20 "cluster.engine.vllm={max_logprobs: 99}"
-    decides about `cluster.engine.vllm.max_logprobs`: remove it
+    `rollout.top_k` is 20, and | with `cluster.engine.vllm.speculative_config` engines do not say
+rollout.min_p=0.1 rollout.top_p=0.9 "cluster.engine.vllm={max_logprobs: 99}"
+    `rollout.top_p` is 0.9 and `rollout.min_p` is 0.1, which | decides about `clu | remove it
 rollout.group_size=1
     `rollout.group_size` is 1 | at least 2
 rollout.response_length=8 algorithm.overlong_buffer.enable=true
@@ -1061,6 +1061,7 @@ def test_a_copy_is_checked_like_a_file(copy: str, update: Any, says: str) -> Non
         ([], 0),
         (["rollout.top_p=0.9"], 512),
         (["rollout.top_k=20"], 20),
+        (["rollout.min_p=0.05"], 512),
         (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.temperature=0.7"], 20),
     ],
 )

@@ -47,6 +47,7 @@ model.reference model.reference_refresh_steps model.lm_head_fp32 task.rewards ta
 task.judges tasks cluster.device replay.max_staleness replay.on_stale replay.order
 rollout.rollout_batch_size rollout.group_size rollout.response_length rollout.turn_length
 rollout.context_length rollout.max_turns rollout.temperature rollout.top_p rollout.top_k
+rollout.min_p
 """
 
 

@@ -213,9 +213,16 @@ def test_groups_that_were_sampled_from_other_tokens_are_not_taken_over() -> None
         config = Config.model_validate(values)
         return JournalSettings.of(config, start="x", fingerprint="data").identity
 
-    cuts = [{}, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}]
+    cuts = [
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"top_p": 0.9, "top_k": 20},
+        {"min_p": 0.1},
+    ]
     assert len({identity(**one) for one in cuts}) == len(cuts)
-    assert identity(top_p=1.0, top_k=0) == identity()
+    assert identity(top_p=1.0, top_k=0, min_p=0.0) == identity()
 
 
 def test_what_a_teacher_changes_of_the_groups_that_can_be_taken_over() -> None:

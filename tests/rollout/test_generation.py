@@ -64,9 +64,16 @@ def test_what_is_no_list_of_prompts_is_one_sentence(prompts: Any, says: str) -> 
 def test_options_take_the_place_of_the_runs() -> None:
     usual = Sampling(n=1, max_tokens=8, temperature=0.9, top_p=1.0, top_k=0)
     assert sampling_of(ROLLOUT, {}) == usual
-    asked = {"n": np.int64(2), "max_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": -1}
+    asked = {
+        "n": np.int64(2),
+        "max_tokens": 3,
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_k": -1,
+        "min_p": 0.1,
+    }
     made = sampling_of(ROLLOUT, asked)
-    assert made == Sampling(n=2, max_tokens=3, temperature=1.0, top_p=0.5, top_k=-1)
+    assert made == Sampling(n=2, max_tokens=3, temperature=1.0, top_p=0.5, top_k=-1, min_p=0.1)
     assert type(made.n) is int and type(made.temperature) is float
     assert sampling_of(ROLLOUT, {"temperature": 0}).temperature == 0
 
@@ -87,6 +94,7 @@ def test_options_take_the_place_of_the_runs() -> None:
         ({"temperature": 2.5}, "temperature is 2.5; it is a number of 0 to 2"),
         ({"temperature": 0, "n": 2}, "n is 2; with temperature 0 all responses are the same"),
         ({"top_p": 0}, "top_p is 0; it is a number above 0, at most 1"),
+        ({"min_p": 1.5}, "min_p is 1.5; it is a number of 0 to 1"),
         ({"top_k": -2}, "top_k is -2; it is a whole number; 0 is all tokens"),
     ],
 )
@@ -97,7 +105,13 @@ def test_what_an_option_does_not_take_is_one_sentence(asked: dict[str, Any], say
 
 def test_vllm_takes_what_is_not_refused() -> None:
     sampling_params = pytest.importorskip("vllm").SamplingParams
-    ends = {"n": (1, 16384), "temperature": (0, 2), "top_p": (0.01, 1), "top_k": (-1, 10**6)}
+    ends = {
+        "n": (1, 16384),
+        "temperature": (0, 2),
+        "top_p": (0.01, 1),
+        "top_k": (-1, 10**6),
+        "min_p": (0, 1),
+    }
     for name, values in ends.items():
         for value in values:
             made = sampling_of(ROLLOUT, {name: value})

@@ -368,7 +368,7 @@ class Cutting(Parts):
         return [replace(one, kept=KeptSets.of(sets)) for one in found]
 
 
-CUT = {"top_p": 0.9}
+CUT = {"top_p": 0.9, "min_p": 0.05}
 
 
 def test_groups_have_the_sets_of_their_samples_and_of_nothing_else() -> None:
@@ -376,7 +376,7 @@ def test_groups_have_the_sets_of_their_samples_and_of_nothing_else() -> None:
     run(parts, adv_estimator="remax", rollout=CUT)
     asked = [one for _, one in parts.asked]
     samples, greedy = ([one for one in asked if one.kept is kept] for kept in (True, False))
-    assert {(one.top_p, one.top_k, one.temperature) for one in samples} == {(0.9, 512, 1.0)}
+    assert {(one.top_p, one.top_k, one.min_p) for one in samples} == {(0.9, 512, 0.05)}
     assert len(greedy) == 2 and all(one.temperature == 0 for one in greedy)
     for frame in parts.sent:
         kept = KeptSets.in_planes(decode_group(frame).planes)

@@ -22,8 +22,9 @@ from tests.support.engine_weights import PROMPT, learner_logprobs
 from tests.support.learners import loaded
 from tests.support.models import write_model
 
-TEMPERATURE, TOP_P, TOP_K, TOKENS = 0.7, 0.9, 20, 60
-CUT = Sampling(4, TOKENS, TEMPERATURE, top_p=TOP_P, top_k=TOP_K, kept=True)
+TEMPERATURE, TOP_K, TOKENS = 0.7, 20, 60
+CUT = Sampling(4, TOKENS, TEMPERATURE, top_p=0.9, top_k=TOP_K, kept=True)
+LEAST = replace(CUT, top_p=1.0, min_p=0.05)
 pytestmark = pytest.mark.timeout(150)
 
 
@@ -38,12 +39,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-Answers = tuple[list[Completion], list[Completion], list[Completion], list[int], list[int]]
+Answers = tuple[
+    list[Completion], list[Completion], list[Completion], list[Completion], list[int], list[int]
+]
 
 
 async def generated(directory: str) -> Answers:
-    """Responses from sets, beside others without; the lengths of those and of their sets on the
-    way; responses whose sets have more tokens than are looked for.
+    """Responses from sets by top-p and by min-p, beside others without; a response whose sets have
+    more tokens than are looked for; the lengths of the first ones and of their sets on the way.
     """
     config = Config.model_validate(
         {
@@ -67,7 +70,7 @@ async def generated(directory: str) -> Answers:
         greedy = replace(CUT, n=1, kept=False, temperature=0.0)
         work = [
             asyncio.ensure_future(engine.generate(PROMPT, one, name=name))
-            for name, one in (("cut", CUT), ("plain", plain), ("greedy", greedy))
+            for name, one in (("cut", CUT), ("least", LEAST), ("plain", plain), ("greedy", greedy))
         ]
         tokens, sets = list[int](), list[int]()
         while not work[0].done():
@@ -76,11 +79,11 @@ async def generated(directory: str) -> Answers:
                 tokens.append(len(one.token_ids))
                 sets.append(int((one.kept.counts > 0).sum()))
             await asyncio.sleep(0.002)
-        cut, *others = [await one for one in work]
+        cut, least, *others = [await one for one in work]
         # of all 100 tokens, as if they were as probable as the last of none: 32 are looked for
         flat = replace(CUT, n=1, temperature=2.0, top_p=1.0, top_k=0)
         lost = await engine.generate(PROMPT, flat)
-        return cut, [*others[0], *others[1]], lost, tokens, sets
+        return cut, least, [*others[0], *others[1]], lost, tokens, sets
     finally:
         engine.close()
 
@@ -90,16 +93,20 @@ def answers(directory: str) -> Answers:
     return asyncio.run(asyncio.wait_for(generated(directory), 100))
 
 
-def reference_sets(model: torch.nn.Module, response: np.ndarray) -> list[list[int]]:
-    """Top-k, then top-p of what is left: the fewest tokens that reach it."""
+def reference_sets(
+    model: torch.nn.Module, response: np.ndarray, sampling: Sampling
+) -> list[list[int]]:
+    """Top-k and min-p, then top-p of what is left: the fewest tokens that reach it."""
     ids = torch.tensor([PROMPT + response.tolist()])
     with torch.no_grad():
         logits = model(ids).logits[0, len(PROMPT) - 1 : -1].double() / TEMPERATURE
     found = []
     for row in logits:
         best = row.topk(TOP_K)
-        before = best.values.softmax(0).cumsum(0) - best.values.softmax(0)
-        found.append(sorted(best.indices[before < TOP_P].tolist()))
+        likely = best.values.softmax(0) >= sampling.min_p * best.values.softmax(0).max()
+        left = best.values[likely].softmax(0)
+        kept = best.indices[likely][left.cumsum(0) - left < sampling.top_p]
+        found.append(sorted(kept.tolist()))
     return found
 
 
@@ -108,14 +115,15 @@ def sets_of(one: Completion) -> list[list[int]]:
     return [part.ids.tolist() for part in one.kept.split([1] * len(one.token_ids))]
 
 
+@pytest.mark.parametrize(("place", "sampling"), [(0, CUT), (1, LEAST)], ids=["top-p", "min-p"])
 def test_the_engines_sets_are_those_of_a_reference_implementation(
-    directory: str, answers: Answers
+    directory: str, answers: Answers, place: int, sampling: Sampling
 ) -> None:
-    cut, *_ = answers
+    cut = answers[place]
     model = AutoModelForCausalLM.from_pretrained(directory).float().eval()
     sizes, others = [], 0
     for one in cut:
-        wanted = reference_sets(model, one.token_ids)
+        wanted = reference_sets(model, one.token_ids, sampling)
         found = sets_of(one)
         assert len(found) == len(one.token_ids) == TOKENS
         one.kept.check(one.token_ids)
@@ -126,10 +134,11 @@ def test_the_engines_sets_are_those_of_a_reference_implementation(
     assert len({*sizes}) > 4
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["top-p", "min-p"])
 def test_the_learners_log_probs_over_the_sets_are_the_engines(
-    directory: str, answers: Answers
+    directory: str, answers: Answers, place: int
 ) -> None:
-    cut, *_ = answers
+    cut = answers[place]
     policy = loaded(directory)
     assert isinstance(policy, PolicyModel)
     rows = [response_row(np.array(PROMPT), one.token_ids) for one in cut]
@@ -152,7 +161,7 @@ def test_the_learners_log_probs_over_the_sets_are_the_engines(
 def test_responses_beside_them_are_sampled_from_all_tokens_and_carry_no_sets(
     directory: str, answers: Answers
 ) -> None:
-    _, others, *_ = answers
+    others = answers[2]
     model = AutoModelForCausalLM.from_pretrained(directory).float().eval()
     assert len(others) == 3
     for one, temperature in zip(others, (TEMPERATURE, TEMPERATURE, 1.0), strict=True):
@@ -167,6 +176,6 @@ def test_a_response_under_way_has_as_many_sets_as_tokens(answers: Answers) -> No
 
 
 def test_a_token_from_more_tokens_than_are_looked_for_has_no_set(answers: Answers) -> None:
-    _, _, [lost], *_ = answers
+    [lost] = answers[3]
     assert lost.kept is not None and len(lost.kept.counts) == TOKENS
     assert (lost.kept.counts == 0).any()

@@ -288,6 +288,7 @@ WIRES = [
     Wire("rollout.temperature", 0.7, acted),
     Wire("rollout.top_p", 0.9, acted),
     Wire("rollout.top_k", 20, acted),
+    Wire("rollout.min_p", 0.1, acted),
     Wire("rollout.repetition_times", 4, acted),
     Wire("rollout.repetition_length", 9, acted, {"rollout.repetition_times": 4}),
     Wire("rollout.seeded", "on", acted),

@@ -81,6 +81,7 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     repetition: tuple[int, int] | None = None
     ignore_eos: bool = False

@@ -192,9 +192,10 @@ _RULES = (
     *rule.alike("""
 ^seed ^run_name ^output_dir ^model_name_or_path ^torch_dtype ^dtype ^cast_lm_head_to_fp32
 ^trust_remote_code ^num_generations ^max_prompt_length ^max_completion_length
-^temperature=rollout.temperature ^top_p ^top_k ^mask_truncated_completions ^top_entropy_quantile
-^off_policy_mask_threshold ^use_bias_correction_kl ^num_iterations ^learning_rate ^weight_decay
-^warmup_steps ^lr_scheduler_type ^max_grad_norm ^gradient_checkpointing ^weight_sync_steps
+^temperature=rollout.temperature ^top_p ^top_k ^min_p ^mask_truncated_completions
+^top_entropy_quantile ^off_policy_mask_threshold ^use_bias_correction_kl ^num_iterations
+^learning_rate ^weight_decay ^warmup_steps
+^lr_scheduler_type ^max_grad_norm ^gradient_checkpointing ^weight_sync_steps
 ^eval_on_start=evaluation.before ^save_total_limit ^resume_from_checkpoint
 ^report_to=tracking.mlflow ^vllm_tensor_parallel_size ^vllm_gpu_memory_utilization
 ^sapo_temperature_pos ^sapo_temperature_neg
@@ -245,7 +246,7 @@ _RULES = (
 ^reward_weights -- `task.rewards`, a weight by the name of each component
 ^num_processes ^nproc_per_node ^nnodes -- `learner.ranks`, and what groups are counted over
 ^per_device_eval_batch_size ^num_generations_eval -- engines take what fits
-^min_p ^repetition_penalty ^generation_kwargs* -- not while training here: the learner could not
+^repetition_penalty ^generation_kwargs* -- not while training here: the learner could not
     repeat it
 ^ref_model_sync_steps -- of sync_ref_model, as `model.reference_refresh_steps`
 ^ref_model_mixup_alpha -- the reference takes the weights over as a whole
