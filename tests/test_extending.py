@@ -259,7 +259,7 @@ def test_a_metric_of_the_driver_is_added_in_one_file(
     assert row.keys() - charts >= {"rollout/response_tokens", "rollout/generate_s"}
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_the_console_script_finds_modules_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from async_grpo.tasks.arithmetic import Arithmetic\nclass Mine(Arithmetic): ...\n"

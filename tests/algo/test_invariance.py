@@ -122,7 +122,7 @@ def advantages(config: Config, batch: Batch) -> np.ndarray:
     return np.concatenate([row.advantages for row in rows.values() if row.advantages is not None])
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS.built_in - {"turn_grpo"}))
 def test_a_normalisation_is_refused_exactly_where_no_advantage_shows_it(

@@ -231,7 +231,7 @@ def check_output(text: str, what: str) -> None:
     )
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_bad_configurations_as_processes(tmp_path: Path) -> None:
     kinds = ("wrong type", "out of range", "neighbour", "nested")

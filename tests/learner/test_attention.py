@@ -155,7 +155,7 @@ def attended(packed: Packed, states: list[Tensor], *, scaling: float | None) -> 
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @given(
     shapes=groups,
     seed=st.integers(0, 99),

@@ -267,7 +267,7 @@ def test_another_backend_trains_as_the_slow_loop_and_as_deepspeed(
     assert bitwise(ours[1], theirs[1]) and bitwise(ours[2], theirs[2])
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [{}, {"lora": {"rank": 4, "alpha": 16.0}}], ids=["weights", "lora"]
 )

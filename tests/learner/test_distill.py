@@ -86,7 +86,7 @@ def imitated(case: Case) -> Case:
     return case
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(5, marks=pytest.mark.later), 20])
+@pytest.mark.parametrize("parts", [1, pytest.param(5, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("teaches", [False, True])
 def test_demonstrations_add_their_cross_entropy_alone(
     models: dict[str, str], parts: int, teaches: bool

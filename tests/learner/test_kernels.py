@@ -76,7 +76,7 @@ def main() -> None:
         print(json.dumps([kind, *compare(kind)]), flush=True)
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_family_computes_what_its_own_layers_do() -> None:
     done = subprocess.run(

@@ -233,8 +233,8 @@ def test_a_learner_leaves_an_engine_on_its_gpu_room(
     ("stage", "name"),
     [
         (0, "plain"),
-        pytest.param(1, "tied", marks=pytest.mark.later),
-        pytest.param(2, "plain", marks=pytest.mark.later),
+        pytest.param(1, "tied", marks=pytest.mark.slow),
+        pytest.param(2, "plain", marks=pytest.mark.slow),
         (3, "tied"),
     ],
 )

@@ -123,7 +123,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"policy": policy, "reference": write_neighbour(policy, str(path / "reference"))}
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_two_ranks_equal_one(models: dict[str, str], tmp_path: Path) -> None:
     ports = {name: free_port() for name in FAMILY}
     run_ranks(rank_main, ports, models, str(tmp_path), seconds=DEADLINE_S)

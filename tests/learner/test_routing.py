@@ -442,7 +442,7 @@ def unmoved(learner: Learner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", [TRAINED[0], *(pytest.param(name, marks=pytest.mark.later) for name in TRAINED[1:])]
+    "name", [TRAINED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINED[1:])]
 )
 def test_ratios_of_weights_that_do_not_move_are_one(models: dict[str, str], name: str) -> None:
     farthest = {}
@@ -577,7 +577,7 @@ def rank_main(rank: int, port: int, models: dict[str, str], wanted: list[Any]) -
         assert_history(train(learner, case, splits), wanted)
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_ranks_and_stages_make_no_difference(models: dict[str, str]) -> None:
     """Two ranks that divide the model equal one; in the second epoch sequences change the rank."""
     found: list[Any] = []

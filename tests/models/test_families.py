@@ -45,7 +45,7 @@ KINDS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in KINDS else pytest.mark.later)
+        pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow)
         for name in sorted(FAMILIES)
     ],
 )

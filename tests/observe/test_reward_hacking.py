@@ -71,10 +71,10 @@ def agrees(at: float) -> Line:
     "each",
     [
         healthy,
-        pytest.param(flat, marks=pytest.mark.later),
+        pytest.param(flat, marks=pytest.mark.slow),
         thinks_longer,
-        pytest.param(collapses, marks=pytest.mark.later),
-        pytest.param(agrees, marks=pytest.mark.later),
+        pytest.param(collapses, marks=pytest.mark.slow),
+        pytest.param(agrees, marks=pytest.mark.slow),
     ],
 )
 def test_healthy_runs_are_left_alone(each: Callable[[float], Line]) -> None:

@@ -260,7 +260,7 @@ print(notes[-1][:40], flush=True)
 """
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_a_process_ends_though_the_server_hangs(tmp_path: Path, server: WandbServer) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],

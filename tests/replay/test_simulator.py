@@ -49,7 +49,7 @@ def test_a_scenario_always_gives_the_same_run() -> None:
     assert first.steps == second.steps and first.metrics == second.metrics
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -72,7 +72,7 @@ def test_what_takes_longer_trains_fewer_groups(changes: dict[str, object]) -> No
     assert rate(**QUICK | changes) < 0.9 * quick_rate()
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_a_learner_beside_engines_is_slower_by_the_contention() -> None:
     even = {"learner_s": 1.5, "max_staleness": 4}
     slower = rate(**even) / rate(**even, contention=1.5)
@@ -90,7 +90,7 @@ def test_engines_limit_at_the_speed_of_full_ones() -> None:
     assert found == pytest.approx(2 * 320 / 128, rel=0.1)
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_long_episodes_become_too_old() -> None:
     """Thirty turns last longer than the learner steps that the bound allows."""
     long = replace(

@@ -268,7 +268,7 @@ def test_a_run_begins_only_where_it_may_push(hub, tmp_path, monkeypatch, capsys)
     assert hub.asked == []
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_a_run_that_is_over_pushes_or_says_how(hub, tmp_path, capfd) -> None:
     run_dir = saved(tmp_path)
     assert product.push_at_end(run_dir, "me/adder") == ("on the hub", "me/adder")

@@ -227,12 +227,12 @@ def test_what_a_program_leaves_behind_is_ended(preload: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("preload", "killed"),
     [
-        pytest.param([], "player", marks=pytest.mark.later),
+        pytest.param([], "player", marks=pytest.mark.slow),
         (["openai"], "player"),
         ([], "player, whose child is stopped"),
         ([], "guard"),
-        pytest.param([], "child", marks=pytest.mark.later),
-        pytest.param([], "guard, then player", marks=pytest.mark.later),
+        pytest.param([], "child", marks=pytest.mark.slow),
+        pytest.param([], "guard, then player", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -270,7 +270,7 @@ def said(path: Path) -> str:
     return text if text.endswith("all\n") else ""
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_a_forked_program_is_as_one_that_was_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,7 +270,7 @@ def test_where_workers_find_an_actor_is_for_this_user_alone(tmp_path: Path) -> N
     assert sorted(one.name for one in path.parent.iterdir()) == ["actor-0.json", "actor-1.2.json"]
 
 
-@pytest.mark.later
+@pytest.mark.slow
 async def test_the_worker_of_the_examples_plays_the_agent_of_the_examples(tmp_path: Path) -> None:
     """Two slots, six episodes, and one whose command fails."""
 

@@ -194,7 +194,7 @@ def test_tied_embeddings_are_stored_once_and_load(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, stored)
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_it_learns_and_the_blur_takes_accuracy_away_again(tmp_path: Path) -> None:
     config = _config(
         tmp_path,
@@ -259,7 +259,7 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list((tmp_path / "warm_start").iterdir()) == []
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_a_stop_ends_the_child_whatever_it_does_and_leaves_no_draft(tmp_path: Path) -> None:
     drafts = tmp_path / "warm_start"
 

@@ -43,7 +43,7 @@ def test_the_table_is_there() -> None:
     assert {row["outcome"] for row in ROWS} == {"fits", "refused"}
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model'].split('/')[1]}-{row['gpus']}")
 def test_a_row_is_what_the_arithmetic_says(row: dict[str, Any]) -> None:
     overrides = re.findall(r"`([^`]+)`", row["settings"])

@@ -54,7 +54,7 @@ def small(file: Path, model: str, tmp_path: Path) -> Config:
     return load_config(out, [f"{name}={value}" for name, value in changes.items()])
 
 
-@pytest.mark.later
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_migrated_file_trains_two_steps(file: Path, model: str, tmp_path: Path) -> None:
     config = small(file, model, tmp_path)

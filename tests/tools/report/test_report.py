@@ -379,7 +379,7 @@ def test_means_and_colours() -> None:
     )
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_episodes_and_pass_rates_have_a_picture_where_there_are_any(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     text = (run / "metrics.jsonl").read_text()
@@ -412,7 +412,7 @@ def test_what_is_no_run_is_refused(
     assert verbs.report([str(run_dir), "--steps", "500-510"]) == 2
 
 
-@pytest.mark.later
+@pytest.mark.slow
 def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) -> None:
     nothing, line = write_report(tmp_path)
     assert (
