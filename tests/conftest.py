@@ -67,8 +67,19 @@ SYSTEM = (
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
 longest first, so that none of them is begun last."""
-LATER = (
+SLOW = (
     "tests/chaos/test_resume.py",
+    "tests/system/test_learning.py",
+    "tests/system/test_chain.py",
+    "tests/system/test_library_runs.py",
+    "tests/system/test_model_runs.py",
+    "tests/system/test_post_mortem_system.py",
+    "tests/system/test_recipes_system.py",
+    "tests/learner/test_sharded_memory.py",
+    "tests/models/test_learner_passes.py",
+)
+"""Systems that are `slow` as a whole: `make test-all` runs them."""
+LATER = (
     "tests/system/test_jobs.py",
     "tests/weights/test_publication.py",
     "tests/weights/test_faults.py",
@@ -79,17 +90,10 @@ LATER = (
     "tests/cluster/test_autoscaling.py",
     "tests/cluster/test_elastic_engine.py",
     "tests/run/test_recovery.py",
-    "tests/system/test_learning.py",
-    "tests/system/test_model_runs.py",
     "tests/system/test_kept_sets.py",
-    "tests/system/test_library_runs.py",
-    "tests/system/test_chain.py",
     "tests/system/test_chain_controls.py",
     "tests/system/test_core_alone.py",
     "tests/system/test_doctor_system.py",
-    "tests/system/test_post_mortem_system.py",
-    "tests/system/test_recipes_system.py",
-    "tests/learner/test_sharded_memory.py",
     "tests/rollout/test_bfloat16_check.py",
     "tests/tools/serve/test_command.py",
     "tests/hosts/",
@@ -99,11 +103,12 @@ LATER = (
     "tests/learner/test_checkpoint.py",
     "tests/tools/predict/test_rehearsal.py",
     "tests/run/preflight/test_architecture_check.py",
-    "tests/models/test_learner_passes.py",
 )
 """Systems that are `later` as a whole."""
 IN_TIME = slowness() <= TOO_SLOW
 """Whether tests marked `later` are not `slow` here."""
+LEFT_OUT = SLOW if IN_TIME else SLOW + LATER
+"""Modules that are not run here where `-m` says "not slow"."""
 LIGHT = (
     FIRST,
     "tests/cluster/test_placement.py",
@@ -130,7 +135,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     needs_system = system_rank(path) is not None
     left_out = "not system" in wanted if needs_system else wanted.startswith("system")
-    left_out = left_out or (not IN_TIME and "not slow" in wanted and path.startswith(LATER))
+    left_out = left_out or ("not slow" in wanted and path.startswith(LEFT_OUT))
     if "and alone" in wanted:
         left_out = left_out or "mark.alone" not in collection_path.read_text(encoding="utf-8")
     return True if left_out else None
@@ -162,7 +167,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: list the module in SYSTEM, do not mark it")
         if system_rank(item.nodeid) is not None:
             item.add_marker("system")
-        if not IN_TIME and (item.nodeid.startswith(LATER) or item.get_closest_marker("later")):
+        later = not IN_TIME and item.get_closest_marker("later") is not None
+        if later or item.nodeid.startswith(LEFT_OUT):
             item.add_marker("slow")
         if slowness() > 1:
             _give_time(item)

@@ -146,7 +146,7 @@ def check_that_it_shows_something(on_stale: str, ended: Counter[str], seen: Coun
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("order", "on_stale"),
-    [mode if mode in FAST else pytest.param(*mode, marks=pytest.mark.later) for mode in MODES],
+    [mode if mode in FAST else pytest.param(*mode, marks=pytest.mark.slow) for mode in MODES],
 )
 def test_no_schedule_breaks_a_rule_or_stops_the_run(order: str, on_stale: str, times: int) -> None:
     found = run_schedules(order, on_stale, times * SCHEDULES, any_limit=True)
@@ -156,7 +156,7 @@ def test_no_schedule_breaks_a_rule_or_stops_the_run(order: str, on_stale: str, t
 @pytest.mark.parametrize("times", [0.2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("order", "on_stale"),
-    [mode if mode in FAST else pytest.param(*mode, marks=pytest.mark.later) for mode in MODES],
+    [mode if mode in FAST else pytest.param(*mode, marks=pytest.mark.slow) for mode in MODES],
 )
 def test_nor_does_one_under_the_limit_of_the_queue(order: str, on_stale: str, times: float) -> None:
     ended, seen = run_schedules(order, on_stale, int(times * SCHEDULES), any_limit=False)
