@@ -1,11 +1,12 @@
 """What ranks that share each sequence save and cost: `python -m benchmarks.sequence_parallel
-[--tokens 4096 16384 65536] [--shared 1 2 4] [--layers 4] [--rounds 3] [--smoke] [--out JSON]
-[--docs FILE]`.
+[--tokens 4096 16384 65536] [--shared 1 2 4] [--layers 4] [--model DIRECTORY] [--rounds 3]
+[--smoke] [--out JSON] [--docs FILE]`.
 
 A learner step trains two sequences of so many tokens, one after the other, with `learner.ranks` as
-many as `learner.sequence_parallel`: CPU ranks with one thread each, ZeRO-1, a Qwen2 with random
-weights. Memory is a rank's resident peak above its level before a step. A machine may have fewer
-cores than ranks, so speed is tokens per second of the CPU time that all ranks take together.
+many as `learner.sequence_parallel`: CPU ranks with one thread each, ZeRO-1, the model of a
+directory, or a Qwen2 with random weights. Memory is a rank's resident peak above its level before a
+step. A machine may have fewer cores than ranks, so speed is tokens per second of the CPU time that
+all ranks take together.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments_of("sequence_parallel", "What ranks that share each sequence save and cost.")
     parser.add_argument("--tokens", nargs="+", type=int, default=[4_096, 16_384, 65_536])
     parser.add_argument("--shared", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--layers", type=int, default=4, help="of the random model")
+    parser.add_argument("--model", help="directory of another one")
     parser.add_argument("--rounds", type=int, default=3)
     add_smoke(parser)
     arguments = parser.parse_args(argv)
@@ -126,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     report = Report("sequence_parallel", machine("torch", "deepspeed", "transformers"))
     with tempfile.TemporaryDirectory(prefix="sequence-parallel-") as temporary:
         model = TailModel("long", 256, arguments.layers, positions=65_536)
-        path = model.write(Path(temporary) / model.name)
+        path = arguments.model or model.write(Path(temporary) / model.name)
         for tokens in lengths:
             arms = {}
             for ranks in shared:
