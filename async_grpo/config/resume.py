@@ -23,6 +23,7 @@ from async_grpo.config.section import Mark, Section, fixed
 from async_grpo.config.stored import digested, renewed
 
 _SINCE = (
+    "rollout.min_p",
     "replay.order",
     "algorithm.calculate_entropy",
     "algorithm.distill.teacher",
