@@ -377,6 +377,7 @@ def test_groups_have_the_sets_of_their_samples_and_of_nothing_else() -> None:
     asked = [one for _, one in parts.asked]
     samples, greedy = ([one for one in asked if one.kept is kept] for kept in (True, False))
     assert {(one.top_p, one.top_k, one.min_p) for one in samples} == {(0.9, 512, 0.05)}
+    assert {one.temperature for one in samples} == {1.0}
     assert len(greedy) == 2 and all(one.temperature == 0 for one in greedy)
     for frame in parts.sent:
         kept = KeptSets.in_planes(decode_group(frame).planes)
