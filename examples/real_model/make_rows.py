@@ -5,12 +5,12 @@
     sums      What is 17 + 25?                    correct: the answer contains 42
     larger    Which number is larger, 37 or 52?   correct: 52, and no other number
     yes_no    Is 37 larger than 52?               correct: begins with no, and does not say yes
-    stations  Station 417 reports 38. ...         correct: 38, and no other number
-              What does station 417 report?       behind 320 lines, about 4,000 tokens
+    passkey   The pass key is 56993. ...          correct: the answer contains 56993
+              What is the pass key?               hidden in about 4,000 tokens of other text
 
-SmolLM2-135M-Instruct samples 5 % of the sums correctly, 9 % of the larger numbers and 19 % of the
-yes-or-no questions (responses of 16 tokens, temperature 1; chosen before any training). For every
-kind KIND.jsonl is trained, and KIND_held_out.jsonl has other questions.
+SmolLM2-135M-Instruct samples 5 % of the sums correctly, 9 % of the larger numbers, 19 % of the
+yes-or-no questions and 34 % of the pass keys (responses of 16 tokens, temperature 1; chosen before
+any training). For every kind KIND.jsonl is trained, and KIND_held_out.jsonl has other questions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NUMBER_ONLY = "Answer with the number only."
-HELD_OUT, LINES = 100, 320
+HELD_OUT, LINES = 100, 125
+FILLER = (
+    "The road goes on through the hills. The river is cold and clear. "
+    "A bird sits on the fence and sings. Nobody is at home today."
+)
 
 
 def sums() -> Iterator[tuple[str, str]]:
@@ -45,21 +49,20 @@ def yes_no() -> Iterator[tuple[str, str]]:
         yield f"Is {a} larger than {b}? Answer yes or no.", rf"(?is)\A\W*{yes}\b(?!.*\b{no}\b)"
 
 
-def stations() -> Iterator[tuple[str, str]]:
-    """Give long reports with a question about one line, and a regular expression of the answer."""
+def passkey() -> Iterator[tuple[str, str]]:
+    """Give long texts with a number in one of their lines, and the number."""
     drawn = random.Random(1)
     for _ in range(4 * HELD_OUT):
-        reports = {one: drawn.randrange(10, 100) for one in drawn.sample(range(100, 1_000), LINES)}
-        lines = [f"Station {one} reports {value}." for one, value in reports.items()]
-        asked = drawn.choice(list(reports))
-        question = f"What does station {asked} report? {NUMBER_ONLY}"
-        yield "\n".join([*lines, question]), rf"\A\D*{reports[asked]}\D*\Z"
+        key, line = drawn.randrange(10_000, 100_000), drawn.randrange(LINES + 1)
+        lines = [FILLER] * LINES
+        lines.insert(line, f"The pass key is {key}. Remember it: {key} is the pass key.")
+        yield "\n".join([*lines, f"What is the pass key? {NUMBER_ONLY}"]), str(key)
 
 
 def main(directory: Path) -> None:
     """Write the rows of every kind, in an order that is the same every time."""
     directory.mkdir(parents=True, exist_ok=True)
-    for kind in (sums, larger, yes_no, stations):
+    for kind in (sums, larger, yes_no, passkey):
         rows = list(kind())
         random.Random(0).shuffle(rows)
         for name, part in (("", rows[HELD_OUT:]), ("_held_out", rows[:HELD_OUT])):
