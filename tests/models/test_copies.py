@@ -66,6 +66,12 @@ def test_a_model_is_estimated_by_its_largest_heads() -> None:
     assert (shape.kv_heads, shape.head_dim) == (2, 64)
 
 
+@pytest.mark.parametrize(("family", "heads"), [("gemma4_heads", 4), ("qwen3_next", 0)])
+def test_heads_that_ranks_can_share(family: str, heads: int) -> None:
+    config = Config.model_validate({"run": {"total_steps": 1}, "model": {"path": "it"}})
+    assert shape_of(config, config_of(family)).heads == heads  # 0: a recurrence beside attention
+
+
 def test_heads_of_a_model_without_attention() -> None:
     assert heads_of(config_of("mamba")).count == 0
 

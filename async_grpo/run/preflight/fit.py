@@ -252,6 +252,14 @@ def _remedies(
     stage = 2 if learner.compile else 3
     if stage > learner.zero_stage:
         yield f"learner.zero_stage={stage}", need(_changed(config, "learner", zero_stage=stage))
+    size = 2 * learner.sequence_parallel
+    if tokens == longest and learner.ranks % size == 0 and size <= shape.heads:
+        shared = _changed(config, "learner", sequence_parallel=size)
+        least = shared.longest_share
+        yield (
+            f"learner.sequence_parallel={size} with learner.tokens_per_micro_batch={least}",
+            need(_with(shared, least, again)),
+        )
     if tokens == longest and rollout.context_length is None:  # shorter ones allow smaller ones
         half = -(-rollout.response_length // 2)
         shorter = _changed(config, "rollout", response_length=half)

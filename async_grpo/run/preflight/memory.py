@@ -34,7 +34,8 @@ class Shape:
     """`parameters` of the model as engines get it, tied ones once; `trained` ones, adapters
     included; `frozen` ones; its main dimensions. intermediate: what a token sees, of all the
     experts that it is routed to. kv_heads: 0 without attention. active: parameters that a token is
-    multiplied with, if not all. experts: of a token, in a layer that has some.
+    multiplied with, if not all. experts: of a token, in a layer that has some. heads: query heads,
+    which ranks that share sequences divide; 0 where a recurrence needs a whole one.
     """
 
     parameters: int
@@ -48,6 +49,7 @@ class Shape:
     head_dim: int
     active: int = 0
     experts: int = 0
+    heads: int = 0
     can_recompute: bool = True
     """Whether its activations can be recomputed in the backward pass."""
 
@@ -86,6 +88,7 @@ def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
         head_dim=heads.size,
         active=parameters - experts.idle if experts else 0,
         experts=experts.chosen if experts else 0,
+        heads=0 if hf._is_stateful else heads.count,
         can_recompute=hf.supports_gradient_checkpointing,
     )
 

@@ -260,6 +260,24 @@ def test_a_tiny_model_on_a_small_machine_computes_as_before() -> None:
             [],
         ),
         (
+            "gpus=8,memory=12",
+            {
+                "rollout": {"prompt_length": 512, "response_length": 130_000},
+                "learner": {"ranks": 4, "sequence_parallel": 2},
+            },
+            ["learner.sequence_parallel=4 with learner.tokens_per_micro_batch=32628 ("],
+            ["learner.sequence_parallel=8"],
+        ),
+        (
+            "gpus=8,memory=12",
+            {
+                "rollout": {"prompt_length": 512, "response_length": 130_000},
+                "learner": {"ranks": 3},
+            },
+            [],
+            ["sequence_parallel"],  # three ranks make no teams of two
+        ),
+        (
             "gpus=8,memory=8",
             {"learner": {"ranks": 4, "compile": True, "zero_stage": 0}},
             ["learner.zero_stage=2 (3.6 GiB less)"],
