@@ -17,6 +17,8 @@ from async_grpo.rollout.engine.choice import ENGINE
 from async_grpo.run.preflight.memory import (
     ENGINE_CODE,
     LEARNER_CODE,
+    OTHER_CODE,
+    STAGED,
     EngineMemory,
     Shape,
     engine_memory,
@@ -156,7 +158,9 @@ def needed_bytes(config: Config, shape: Shape, placement: Placement, backend: st
     one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
     frozen = frozen_memory(config, device=device, backend=backend).values()
     beside = sum(each.weights + (each.kv_cache or 0) + ENGINE_CODE for each in frozen)
-    return int(len(placement.learners) * (rank + LEARNER_CODE) + engines * one + beside)
+    ranks = len(placement.learners) * (rank + LEARNER_CODE)
+    staged = STAGED * engine.weights
+    return int(ranks + staged + engines * one + beside + OTHER_CODE)
 
 
 def _turns(config: Config, shape: Shape, backend: str) -> tuple[int, int]:

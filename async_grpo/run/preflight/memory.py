@@ -100,8 +100,16 @@ def _warm_started(config: Config) -> PreTrainedModel:
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Float32 bytes per trained parameter: DeepSpeed's copy, gradient, AdamW's two averages."""
-ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
-"""Bytes that the libraries of an engine and of a learner rank take on CPU, measured."""
+ENGINE_CODE, LEARNER_CODE, OTHER_CODE = 1.3 * 2**30, 0.5 * 2**30, 1.7 * 2**30
+"""Bytes that the libraries of an engine and of a learner rank take on CPU, and all other processes
+(driver, rollout actor, queue, Ray's, the system's), measured.
+"""
+STAGED = 2
+"""Copies of the weights on their way to engines: of two versions, in shared memory."""
+HEAP = 1.25
+"""Multiple of activations that a CPU process holds: its allocator gives back some later. Measured
+at the second step of SmolLM2-135M on 1,024 tokens.
+"""
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`."""
 HIDDEN_PER_TOKEN, INTERMEDIATE_PER_TOKEN = 12.5, 4.0
@@ -201,6 +209,7 @@ def learner_memory(
     """
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
+    heap = HEAP if device == "cpu" else 1.0
     master = MASTER if stage > 0 else 0
     zero = config.learner.deepspeed.get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else BUCKET_ELEMENTS
@@ -227,7 +236,7 @@ def learner_memory(
         gradients=0 if moved else shape.trained * GRADIENT // sharded[1],
         optimizer=0 if moved else shape.trained * (master + MOMENTS) // sharded[0],
         buckets=buckets,
-        activations=activation_bytes(config, shape, size=size),
+        activations=int(heap * activation_bytes(config, shape, size=size)),
         reference=shape.parameters * size // sharded[2] if has_reference else 0,
         publication=_publication_bytes(shape, size=size, backend=backend),
     )
@@ -264,8 +273,9 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     longest = rows * rollout.longest_row
     most = longest - (rows - prompts) * rollout.prompt_length
     budget = config.micro_batch_tokens
-    # in attention a rank has all positions, and its part of the heads
-    tokens, positions = min(budget, most) // share, min(REPEATED * budget, longest) // share
+    # in attention a rank has all positions, and its part of the heads, of an odd number the larger
+    part = -(-shape.heads // share) / shape.heads if shape.heads else 1 / share
+    tokens, positions = min(budget, most) // share, min(REPEATED * budget, longest) * part
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
     if not config.learner.recomputes:
