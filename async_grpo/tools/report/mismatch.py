@@ -54,7 +54,7 @@ def mismatch(data: RunData) -> list[tuple[str, ...]]:
         said = _settings(data, "learner.routing_replay model.router")
         rows.append(("other experts: routing", part, "", "", said))
     if again := max(data.series(_OVERFLOWS)[1], default=0):
-        said = _settings(data, "rollout.top_k rollout.top_p model.lm_head_fp32")
+        said = _settings(data, "rollout.top_k rollout.top_p rollout.min_p model.lm_head_fp32")
         rows.append(
             ("sampled from unknown sets: support", f"{again:.0f} groups again", "", "", said)
         )
