@@ -139,7 +139,14 @@ def figures(scenario: Scenario) -> tuple[float, float]:
     return tuple(statistics.mean(one[name] for one in found) for name in ("idle", "lag_mean"))
 
 
-@pytest.mark.parametrize("scenario", [TAILS, replace(TAILS, on_stale="mask"), SHORT])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        SHORT,
+        pytest.param(TAILS, marks=pytest.mark.slow),
+        pytest.param(replace(TAILS, on_stale="mask"), marks=pytest.mark.slow),
+    ],
+)
 def test_half_the_lag_for_little_idle_time(scenario: Scenario) -> None:
     deep_idle, deep_lag = figures(replace(scenario, outstanding=(7 + 1) * 16))
     idle, lag = figures(scenario)
