@@ -39,6 +39,7 @@ from async_grpo.rollout.frozen import (
     tokenizer_of,
 )
 from async_grpo.runtime import stacks
+from async_grpo.runtime.cores import compute_in
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import one_line
@@ -55,8 +56,11 @@ T = TypeVar("T")
 class FrozenProcess:
     """One frozen model with its engine, which starts with the first call that needs it."""
 
-    def __init__(self, config: Config, name: str, *, device: str) -> None:
+    def __init__(self, config: Config, name: str, *, device: str, threads: int = 0) -> None:
+        """threads: of computing on the CPU; 0: as Ray says."""
         die_with_parent()
+        if threads:
+            compute_in(threads)
         stacks.register(f"frozen-{name}", stacks.home(config.run.dir))
         self._config, self._device = engine_config(config, name), device
         self._name, self._timeout_s = name, config.frozen[name].timeout_s
@@ -225,11 +229,13 @@ class FrozenModels:
         *,
         options: Sequence[dict[str, Any]],
         device: str,
+        threads: int = 0,
         listener: RunListener,
         failures: FailureHandler,
     ) -> None:
-        """Begin a process for each. options: Ray's, in the order of `config.frozen_here`. Raises
-        SetupError for an address whose key is not in the environment.
+        """Begin a process for each. options: Ray's, in the order of `config.frozen_here`. threads:
+        in which each computes on the CPU; 0: as Ray says. Raises SetupError for an address whose
+        key is not in the environment.
         """
         self._config, self._listener = config, listener
         self._failures = failures
@@ -239,7 +245,7 @@ class FrozenModels:
             .options(
                 max_concurrency=MAX_CALLS, max_restarts=config.cluster.restart_budget, **option
             )
-            .remote(config, name, device=device)
+            .remote(config, name, device=device, threads=threads)
             for name, option in zip(config.frozen_here, options, strict=True)
         }
         """Ray actors by name."""

@@ -178,7 +178,12 @@ class System:
             listener=listener,
         )
         self.frozen = FrozenModels(
-            config, options=places.frozen, device=placement.device, listener=listener, failures=self
+            config,
+            options=places.frozen,
+            device=placement.device,
+            threads=len(lent_cores(config, placement)),
+            listener=listener,
+            failures=self,
         )
         slots = EngineSlots(
             config,

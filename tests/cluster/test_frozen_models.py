@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return made
 
 
-def process(timeout_s: float = 5.0) -> FrozenProcess:
+def process(timeout_s: float = 5.0, threads: int = 0) -> FrozenProcess:
     config = Config.model_validate(
         {
             "run": {"total_steps": 1, "dir": "/nowhere"},
@@ -71,7 +72,41 @@ def process(timeout_s: float = 5.0) -> FrozenProcess:
             "algorithm": {"distill": {"teacher": "teacher"}},
         }
     )
-    return FrozenProcess(config, "teacher", device="cpu")
+    return FrozenProcess(config, "teacher", device="cpu", threads=threads)
+
+
+@pytest.mark.parametrize(("threads", "computes_in"), [(0, "1"), (2, "2")])
+def test_where_cores_are_lent_the_model_computes_on_all_of_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, threads: int, computes_in: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})  # as Ray sets it
+    process(threads=threads)
+    assert os.environ["OMP_NUM_THREADS"] == computes_in
+    assert ("OMP_WAIT_POLICY" in os.environ) == bool(threads)
+
+
+async def test_each_process_is_told_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    class Remote:
+        def options(self, **options: Any) -> Remote:
+            return self
+
+        def remote(self, config: Config, name: str, **told: Any) -> None:
+            begun.append((name, told))
+
+    monkeypatch.setattr(frozen_models.ray, "remote", lambda kind: Remote())
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "policy"},
+            "frozen": {"teacher": {"path": "t"}},
+            "algorithm": {"distill": {"teacher": "teacher"}},
+        }
+    )
+    seen: Any = Seen()
+    FrozenModels(config, options=[{}], device="cpu", threads=2, listener=seen, failures=seen)
+    assert begun == [("teacher", {"device": "cpu", "threads": 2})]
 
 
 async def test_the_model_is_loaded_once_by_whoever_asks_first(engine: Engine) -> None:
