@@ -221,7 +221,8 @@ def packs_rank(rank: int, port: int, count: int) -> None:
 
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_packs(count: int) -> None:
-    run_ranks(packs_rank, free_port(), count, seconds=DEADLINE_S, ranks=RANKS)
+    seconds = DEADLINE_S + count  # 500 take 94 s with nothing beside them
+    run_ranks(packs_rank, free_port(), count, seconds=seconds, ranks=RANKS)
 
 
 def faults_rank(rank: int, port: int) -> None:
@@ -356,7 +357,7 @@ def test_a_rank_keeps_its_part_and_no_logits_of_all_tokens() -> None:
 # -- a learner
 # --------------------------------------------------------------------------------------------------
 
-MOVES = {"lr": 0.02, "deepspeed": SHARD_ALL}
+MOVES = {"lr": 0.006, "deepspeed": SHARD_ALL}
 """Updates after which a router would pick other experts."""
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "shares of the step": {
