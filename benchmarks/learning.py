@@ -51,8 +51,8 @@ SMALL = [
 ]
 RECIPES = {
     "quickstart": ["configs/quickstart.yaml", "run.total_steps=40", *SMALL],
-    "chain": ["configs/chain.yaml", "run.total_steps=4", *SMALL],
-    "real": [f"{REAL_MODEL}/smollm2_sums.yaml", "run.total_steps=16", *SMALL],
+    "chain": ["configs/chain.yaml", "run.total_steps=12", *SMALL],
+    "real": [f"{REAL_MODEL}/smollm2_sums.yaml", "run.total_steps=10", *SMALL],
 }
 """Name -> configuration and settings."""
 STUDENT_995 = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 7: 3.707, 8: 3.499, 9: 3.355}
